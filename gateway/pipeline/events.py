@@ -1,0 +1,93 @@
+"""What a run says to whoever writes its answer (SSE, JSON, a compatible route). One stream of these
+per run: `Started`, then `Retrieved` for each retrieval step, then `Chunk`s, then exactly one of
+`Finished` or `RunFailed`. A refusal before anything was accepted is raised instead, as a GridError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.records import RetrievedDocument
+from grid.errors import GridError
+from grid.words import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlacement:
+    """Where one step ran, and why there."""
+
+    step_id: str
+    unit_id: str
+    model: str
+    region: str
+    gpu_type: str
+    simulated: bool
+    predicted_ttft_ms: float
+    why: str
+    """One sentence for people: the winning cost against the next best, or the only unit left."""
+    moves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    step_id: str
+    type: str
+    total_ms: float
+    placement_ms: float = 0.0
+    embed_ms: float = 0.0
+    search_ms: float = 0.0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    request_id: str
+    pipeline_id: str
+    revision: int
+    model: str
+    steps: tuple[str, ...]
+    warnings: tuple[str, ...]
+    input_tokens: int
+    """Prompt tokens of the generation step, known once its unit accepted it."""
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    step_id: str
+    documents: tuple[RetrievedDocument, ...]
+    """The documents that the prompt holds, best first."""
+    dropped: int
+    """Found, but without room in the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    index: int
+    """Of the first token in the chunk, over the whole answer."""
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    finish_reason: str
+    usage: Usage
+    ttft_ms: float
+    total_ms: float
+    timing: tuple[StepTiming, ...]
+    placement: tuple[StepPlacement, ...]
+    exact: bool
+    """Greedy text is the same as an undisturbed run's (always so when nothing was moved)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailed:
+    error: GridError
+    usage: Usage
+    output_so_far: str
+
+
+RunEvent = Started | Retrieved | Chunk | Finished | RunFailed

@@ -1,0 +1,65 @@
+"""What the gateway keeps about its users' things: tenants, pipelines, data sources. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from gateway.pipeline.contract import Contract
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who calls. `salt` separates the tenant's prefix caches from every other's."""
+
+    tenant_id: str
+    key_id: str
+    operator: bool
+    salt: str
+
+
+class PipelineStatus(StrEnum):
+    DEPLOYING = "deploying"
+    ACTIVE = "active"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRecord:
+    pipeline_id: str
+    """`pl-…`"""
+    tenant_id: str
+    name: str
+    revision: int
+    contract: Contract
+    status: PipelineStatus
+    reason: str
+    """Why it failed, with what would have to change; "" otherwise."""
+    created_at: str
+    """RFC 3339, UTC."""
+    updated_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataSourceRecord:
+    data_source_id: str
+    """`ds-…`"""
+    tenant_id: str
+    name: str
+    type: str
+    config: dict[str, Any]
+    region: str
+    embedding_model: str
+    dimension: int
+    document_count: int
+    last_updated_at: str
+    created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievedDocument:
+    document_id: str
+    text: str
+    score: float
+    metadata: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,124 @@
+"""What an engine is to its unit: one protocol, whatever runs behind it.
+
+Ownership: the unit owns admission, streams and accounting; the engine owns the model, its KV cache and
+its tokenizer. An engine never sees a connection and never refuses for load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from grid.words import UNKNOWN, Message, Precision, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine knows of itself once it is loaded."""
+
+    model: str
+    precision: Precision
+    fingerprint: str
+    """Same model weights, precision and kernels: same greedy text."""
+    context_tokens: int
+    simulated: bool = False
+    dimension: int = 0
+    """Vector length of an embedding engine; 0 for others."""
+    kv_tokens_total: int = 0
+    prefill_tokens_per_s: float = UNKNOWN
+    decode_ms_per_token: float = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A sample of the engine's own state; never older than the engine's last step or change."""
+
+    running: int
+    waiting: int
+    kv_tokens_free: int
+    kv_tokens_total: int
+    prefill_tokens_queued: int
+    steps: int
+    prefill_tokens_per_s: float = UNKNOWN
+    """Measured; UNKNOWN before the first request."""
+    decode_ms_per_token: float = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A tokenised prompt that fits the model's context with at least the asked output."""
+
+    prompt_ids: tuple[int, ...]
+    prompt_hash: bytes
+    """16 bytes over the ids; a continuation must present the same."""
+    documents_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One attempt, as the unit hands it to the engine. `engine_id` is never reused."""
+
+    engine_id: str
+    prompt: Prepared
+    sampling: Sampling
+    tenant_salt: str
+    emitted_ids: tuple[int, ...] = ()
+    """Output ids that earlier attempts produced; generation goes on after them."""
+    priority: int = 0
+
+
+class Step(NamedTuple):
+    """New output of one generation after one engine step."""
+
+    ids: tuple[int, ...]
+    text: str
+    """From the one incremental decoder over prompt ids and output ids; "" inside a character."""
+    finish_reason: str | None
+    """A `FinishReason` on the last step, which may carry no ids."""
+    cached_tokens: int
+    step_seconds: float
+    """This request's share of the scheduled step time since its previous step."""
+
+
+class Engine(Protocol):
+    """A text-generation engine. Every coroutine runs in the unit's event loop."""
+
+    async def start(self) -> EngineFacts:
+        """Load and become ready to generate. Raises InternalError with the remedy."""
+
+    async def prepare(
+        self, messages: Sequence[Message], documents: Sequence[str], max_output_tokens: int
+    ) -> Prepared:
+        """Apply the chat template and tokenise; pack as many documents as fit.
+
+        User text and documents are tokenised without special tokens. Raises ContextOverflow with
+        `prompt_tokens`, `max_output_tokens` and `context_tokens` in its details.
+        """
+
+    def generate(self, generation: Generation) -> AsyncIterator[Step]:
+        """Stream the steps of one generation. Closing the iterator frees its slot at once.
+
+        Raises UnitLost if the engine dies.
+        """
+
+    def load(self) -> EngineLoad: ...
+
+    async def check(self) -> None:
+        """Raises UnitLost when the engine can't serve any more."""
+
+    async def close(self) -> None: ...
+
+
+class EmbeddingEngine(Protocol):
+    async def start(self) -> EngineFacts: ...
+
+    async def embed(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.float32], int]:
+        """Return unit-length rows, shape (len(texts), dimension), and the count of tokens read."""
+
+    def load(self) -> EngineLoad: ...
+
+    async def close(self) -> None: ...

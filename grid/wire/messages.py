@@ -1,0 +1,325 @@
+"""Every message of the link, and the integer kind of each.
+
+A frame is the msgpack array `[kind, stream, …fields]`. Fields are only ever appended, each with a
+default, so that cells of two releases can talk; a kind is never reused. A message with stream 0
+belongs to the connection. Streams are numbered by the side that dialled. `codec.py` turns these
+into bytes and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from grid.words import Decision, FleetUnit, Message, PlacementRequest, Sampling, UnitCard, UnitLoad
+
+PROTOCOL_VERSION = 1
+
+
+# --- the connection -------------------------------------------------------------------------
+
+
+class Hello(NamedTuple):
+    """First frame, from the dialling side."""
+
+    stream: int
+    version: int
+    role: str
+    """`gateway`, `unit`, `placement`, `supervisor`, `store` or `relay`."""
+    peer_id: str
+    nonce: bytes
+
+
+class Welcome(NamedTuple):
+    """The listener's answer: its identity, its challenge, and its proof over both nonces."""
+
+    stream: int
+    version: int
+    role: str
+    peer_id: str
+    nonce: bytes
+    proof: bytes
+
+
+class Prove(NamedTuple):
+    """The dialler's proof. Nothing else is accepted before it."""
+
+    stream: int
+    proof: bytes
+
+
+class Ping(NamedTuple):
+    stream: int
+    tick: int
+
+
+class Pong(NamedTuple):
+    stream: int
+    tick: int
+
+
+class Bye(NamedTuple):
+    """Orderly close: the reason why this side closes. Open streams end with `code`."""
+
+    stream: int
+    code: str
+    message: str
+
+
+# --- placement ------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    stream: int
+    request: PlacementRequest
+
+
+class Decided(NamedTuple):
+    stream: int
+    decision: Decision
+
+
+class Settle(NamedTuple):
+    """The reservation's end; an unknown reservation is ignored. Stream 0: no answer."""
+
+    stream: int
+    reservation_id: str
+    outcome: str
+    """`done`, `failed`, `refused` or `cancelled`."""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+class Announce(NamedTuple):
+    """A unit registers, on each new connection to the placement actor."""
+
+    stream: int
+    card: UnitCard
+
+
+class Report(NamedTuple):
+    """One batch of samples from one node (or one unit, where no node agent runs)."""
+
+    stream: int
+    node_id: str
+    loads: tuple[UnitLoad, ...]
+
+
+class Watch(NamedTuple):
+    """A gateway asks to be pushed the fleet view: at once, on membership changes, and at 1 Hz."""
+
+    stream: int
+
+
+class Fleet(NamedTuple):
+    stream: int
+    version: int
+    """Rises when a unit joins, leaves or changes state; not with every sample."""
+    units: tuple[FleetUnit, ...]
+
+
+class DrainUnit(NamedTuple):
+    """Operator to placement: stop (or, with `draining` false, resume) sending work to a unit."""
+
+    stream: int
+    unit_id: str
+    draining: bool = True
+
+
+# --- generation -----------------------------------------------------------------------------
+
+
+class Submit(NamedTuple):
+    """One generation attempt. `emitted_*` and `prompt_hash` are empty on a first attempt."""
+
+    stream: int
+    request_id: str
+    attempt: int
+    reservation_id: str
+    model: str
+    messages: tuple[Message, ...]
+    documents: tuple[str, ...]
+    """Retrieved texts, best first; the unit packs as many as the context leaves room for."""
+    sampling: Sampling
+    tenant_salt: str
+    """Separates prefix caches: equal prompts of two tenants share nothing."""
+    deadline_ms: float
+    priority: int = 0
+    emitted_ids: tuple[int, ...] = ()
+    emitted_code_points: int = 0
+    prompt_hash: bytes = b""
+    traceparent: str = ""
+    """W3C trace context."""
+
+
+class Accepted(NamedTuple):
+    stream: int
+    attempt: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Best knowledge at admission; `Done.cached_tokens` is the engine's own figure."""
+    prompt_hash: bytes
+    fingerprint: str
+    documents_used: int
+
+
+class Refused(NamedTuple):
+    """Work never began (a place or submit that can't be taken, a call that failed)."""
+
+    stream: int
+    code: str
+    message: str
+    param: str = ""
+    retry_after_s: float = 0.0
+    details: dict[str, Any] = {}  # noqa: RUF012  a NamedTuple default is never mutated
+
+
+class Tokens(NamedTuple):
+    stream: int
+    attempt: int
+    first_index: int
+    ids: tuple[int, ...]
+    text: str
+    """What these ids complete; may be empty inside a multi-byte character."""
+
+
+class Progress(NamedTuple):
+    """The stream is alive but has nothing to say: it waits, or its long prefill advances."""
+
+    stream: int
+    attempt: int
+    state: str
+    """`waiting` or `prefill`."""
+    prefill_tokens_done: int = 0
+
+
+class Done(NamedTuple):
+    stream: int
+    attempt: int
+    finish_reason: str
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    cu_seconds: float
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+class Failed(NamedTuple):
+    """The end of an accepted stream that did not finish; what was generated so far is charged."""
+
+    stream: int
+    attempt: int
+    code: str
+    message: str
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    cu_seconds: float = 0.0
+
+
+class Cancel(NamedTuple):
+    stream: int
+    attempt: int = 0
+
+
+# --- embeddings -----------------------------------------------------------------------------
+
+
+class Embed(NamedTuple):
+    stream: int
+    request_id: str
+    reservation_id: str
+    model: str
+    texts: tuple[str, ...]
+    deadline_ms: float
+    traceparent: str = ""
+
+
+class Vectors(NamedTuple):
+    stream: int
+    dimension: int
+    data: bytes
+    """Row-major little-endian float32, one unit-length row a text."""
+    input_tokens: int
+    cu_seconds: float = 0.0
+
+
+# --- the embedded vector store --------------------------------------------------------------
+
+
+class StoreCall(NamedTuple):
+    """One operation on the cell's vector store; `args` are JSON-like, vectors travel in `data`."""
+
+    stream: int
+    op: str
+    collection: str
+    args: dict[str, Any]
+    data: bytes = b""
+
+
+class StoreReply(NamedTuple):
+    stream: int
+    result: dict[str, Any]
+
+
+WireMessage = (
+    Hello
+    | Welcome
+    | Prove
+    | Ping
+    | Pong
+    | Bye
+    | Place
+    | Decided
+    | Settle
+    | Announce
+    | Report
+    | Watch
+    | Fleet
+    | DrainUnit
+    | Submit
+    | Accepted
+    | Refused
+    | Tokens
+    | Progress
+    | Done
+    | Failed
+    | Cancel
+    | Embed
+    | Vectors
+    | StoreCall
+    | StoreReply
+)
+
+KINDS: dict[int, type[WireMessage]] = {
+    1: Hello,
+    2: Welcome,
+    3: Prove,
+    4: Ping,
+    5: Pong,
+    6: Bye,
+    10: Place,
+    11: Decided,
+    12: Settle,
+    13: Announce,
+    14: Report,
+    15: Watch,
+    16: Fleet,
+    17: DrainUnit,
+    20: Submit,
+    21: Accepted,
+    22: Refused,
+    23: Tokens,
+    24: Progress,
+    25: Done,
+    26: Failed,
+    27: Cancel,
+    30: Embed,
+    31: Vectors,
+    40: StoreCall,
+    41: StoreReply,
+    # 50 is kept for the digest that peered cells will exchange.
+}

@@ -1,0 +1,258 @@
+"""The vocabulary that every package shares: what a unit is, what a request asks, what a decision says.
+
+Records that travel on the link are NamedTuples, so that a record is its own wire array; fields are
+only ever appended, each with a default. Nothing here computes a policy, reads a clock or does I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from typing import NamedTuple
+
+UNKNOWN = -1.0
+"""A reading that the hardware or engine can't give. Never written as zero."""
+
+
+class Precision(enum.IntEnum):
+    """Weight precision, ordered: a contract's `quantization` is the lowest that it accepts."""
+
+    INT4 = 4
+    INT8 = 8
+    FP8 = 9
+    FP16 = 16
+    BF16 = 17
+    FP32 = 32
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @classmethod
+    def parse(cls, text: str) -> Precision:
+        """Return the precision named `text` (`int4` … `fp32`); raises ValueError that lists the names."""
+        try:
+            return cls[text.upper()]
+        except KeyError:
+            names = ", ".join(p.label for p in cls)
+            raise ValueError(f"unknown precision {text!r}; one of {names}") from None
+
+
+class UnitState(enum.IntEnum):
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+    FAILED = 3
+    """The engine died under a living actor; the supervisor replaces the unit."""
+
+
+class Task(enum.IntEnum):
+    """What kind of work a unit's engine does."""
+
+    GENERATE = 0
+    EMBED = 1
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    """End-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """`max_output_tokens` or the model's context was reached."""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class UnitCard(NamedTuple):
+    """What does not change while a unit lives; sent once, when it registers."""
+
+    unit_id: str
+    incarnation: str
+    """New at every start of the process, so that a restarted unit is never taken for the old one."""
+    host: str
+    port: int
+    node_id: str
+    region: str
+    task: int
+    """A `Task`."""
+    model: str
+    precision: int
+    """A `Precision`."""
+    fingerprint: str
+    """Variant fingerprint: same model, precision and kernels give the same greedy text."""
+    context_tokens: int
+    gpu_type: str
+    """Catalogue name, such as `H100` or `CPU`."""
+    gpus: float
+    """A share of one GPU, or a whole number of GPUs of one node; 0 for CPU cores."""
+    memory_grant_mb: int
+    """The unit's own share of the GPU (or the sum over its GPUs; of RAM for CPU units)."""
+    max_running: int
+    max_waiting: int
+    cu_factor: float
+    """Catalogue factor of what the unit owns; 1.0 is one A100-80."""
+    simulated: bool = False
+    dimension: int = 0
+    """Vector length of an embedding unit; 0 for others."""
+    prefill_tokens_per_s: float = UNKNOWN
+    """Prior: prefill speed of a lone request."""
+    decode_ms_per_token: float = UNKNOWN
+    """Prior: time of one decode step of a lone request."""
+
+
+class UnitLoad(NamedTuple):
+    """What changes: one sample of a unit, pushed at 10 Hz."""
+
+    unit_id: str
+    incarnation: str
+    state: int
+    """A `UnitState`."""
+    running: int
+    waiting: int
+    kv_tokens_free: int
+    kv_tokens_total: int
+    prefill_tokens_queued: int
+    """Prompt tokens admitted but not computed yet."""
+    steps: int
+    """Engine step counter: while it advances the unit is slow, not stuck."""
+    reservations: tuple[str, ...] = ()
+    """Reservations that this sample's load already includes."""
+    prefill_tokens_per_s: float = UNKNOWN
+    decode_ms_per_token: float = UNKNOWN
+    memory_used_mb: float = UNKNOWN
+    compute_utilisation: float = UNKNOWN
+    """Share of time with a kernel running, 0 to 1."""
+
+
+class PlacementRequest(NamedTuple):
+    """One step that wants a unit. Hard filters first, then hints."""
+
+    request_id: str
+    step_id: str
+    attempt: int
+    tenant_id: str
+    task: int
+    """A `Task`."""
+    model: str
+    """Model name or alias; the placement actor resolves aliases."""
+    prompt_tokens: int
+    """Estimate (the gateway has no tokenizer); for embeddings, of all texts together."""
+    max_output_tokens: int
+    allowed_regions: tuple[str, ...] = ()
+    """Residency: empty means anywhere. Never relaxed."""
+    prefer_regions: tuple[str, ...] = ()
+    """Strict priority order; a hint, never a residency rule."""
+    avoid_models: tuple[str, ...] = ()
+    min_memory_mb: int = 0
+    lowest_precision: int = 0
+    """Lowest acceptable `Precision`; 0 accepts any."""
+    exclude_units: tuple[str, ...] = ()
+    deadline_ms: float = 0.0
+    """Time left for the whole request; 0 means none given."""
+    dry_run: bool = False
+    """Decide and explain; reserve nothing."""
+
+    @property
+    def reservation_id(self) -> str:
+        return f"{self.request_id}/{self.step_id}/{self.attempt}"
+
+
+class Candidate(NamedTuple):
+    """A unit that passed the filters, with its cost in predicted milliseconds."""
+
+    unit_id: str
+    incarnation: str
+    host: str
+    port: int
+    region: str
+    model: str
+    precision: int
+    gpu_type: str
+    simulated: bool
+    network_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    pressure_ms: float
+    cu_factor: float = 0.0
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.network_ms + self.queue_ms + self.prefill_ms
+
+    @property
+    def total_ms(self) -> float:
+        return self.ttft_ms + self.decode_ms + self.pressure_ms
+
+
+class Rejection(NamedTuple):
+    unit_id: str
+    code: str
+    """One of `placement.filters.REASONS`, such as `model`, `region`, `memory`, `saturated`."""
+    detail: str
+    """What would have to change, with the numbers."""
+
+
+class Decision(NamedTuple):
+    """What the placement actor decided and why; the same object serves traffic, dry-run and audit."""
+
+    reservation_id: str
+    chosen: Candidate
+    next_best: tuple[Candidate, ...]
+    rejected_by_code: tuple[tuple[str, int], ...]
+    rejections: tuple[Rejection, ...]
+    """Every rejected unit in a dry run; empty in live traffic."""
+    model: str
+    """The model that the requested name resolved to."""
+    lease_ms: float
+    fleet_version: int
+    decide_us: float
+
+
+class Message(NamedTuple):
+    """One chat turn."""
+
+    role: str
+    """`system`, `user` or `assistant`."""
+    text: str
+
+
+class Sampling(NamedTuple):
+    max_output_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+
+class Usage(NamedTuple):
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    cu_seconds: float = 0.0
+
+    def __add__(self, other: object) -> Usage:  # type: ignore[override]
+        if not isinstance(other, Usage):
+            return NotImplemented
+        return Usage(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class FleetUnit(NamedTuple):
+    """One row of the placement actor's view as gateways see it."""
+
+    card: UnitCard
+    load: UnitLoad
+    reserved: int
+    """Reservations on the unit, seen by it or not."""
+    sample_age_ms: float
+
+
+ID_BYTES = 12
+"""96 random bits: no collision worth a thought at any volume a cell can serve."""
+
+
+def new_id(prefix: str) -> str:
+    """Return a fresh id such as `req_Zk3…`: URL-safe, unguessable, never reused."""
+    return f"{prefix}{secrets.token_urlsafe(ID_BYTES)}"
