@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from grid.errors import InvalidRequest
 from grid.words import Precision
+
+
+def _absolute(path: object) -> Path:
+    return Path(str(path)).expanduser().absolute()
 
 
 class Section(BaseModel):
@@ -23,15 +27,8 @@ class Section(BaseModel):
 class Cell(Section):
     name: str = Field("local", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     region: str = Field("local", min_length=1, max_length=64)
-    state_dir: Path = Path("~/.zerogrid")
+    state_dir: Annotated[Path, BeforeValidator(_absolute), Field(validate_default=True)] = Path("~/.zerogrid")
     """Everything that outlives `grid down`: secrets, Redis' file, vectors, prepared models, logs."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "state_dir" in data:
-            data = {**data, "state_dir": Path(str(data["state_dir"])).expanduser()}
-        return data
 
 
 class Gateway(Section):
@@ -105,6 +102,12 @@ class Alias(Section):
     ignore_dimension: bool = False
     """For embedding models: the contract's dimension is ignored, with a warning."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, data: Any) -> Any:
+        """`name: model` is short for `name: {model: model}`."""
+        return {"model": data} if isinstance(data, str) else data
+
 
 class Redis(Section):
     url: str = ""
@@ -146,6 +149,136 @@ class Config(Section):
     gateway: Gateway = Gateway()
     placement: Placement = Placement()
     models: tuple[Model, ...] = DEFAULT_MODELS
-    aliases: dict[str, Annotated[Alias | str, Field(union_mode="left_to_right")]] = {}
+    aliases: dict[str, Alias] = {}
     redis: Redis = Redis()
     vectors: Vectors = Vectors()
+
+    @model_validator(mode="after")
+    def _unambiguous(self) -> Config:
+        names = {model.name for model in self.models}
+        for alias, target in self.aliases.items():
+            if alias in names:
+                raise ValueError(f"alias {alias!r} is also the name of a model; rename the alias")
+            if target.model in self.aliases:
+                raise ValueError(f"alias {alias!r} points at the alias {target.model!r}; point it at a model")
+        return self
+
+
+SUGGESTION_CUTOFF = 0.6
+"""How alike (difflib's ratio) a known key must be before it is suggested."""
+SHOWN_CHARS = 60
+"""How much of a wrong value is quoted back."""
+
+
+def load(path: Path | str | None) -> Config:
+    """Return the configuration in the YAML file at `path`; None, or an empty file, gives the defaults.
+
+    Raises InvalidRequest with one line for each mistake: file, key path, what was given, what to do.
+    Its `param` is the first mistake's key path.
+    """
+    if path is None:
+        return Config()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"{path}: can't be read: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path}: is not UTF-8 text; save it as UTF-8") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, file: str) -> Config:
+    """Return the configuration in the YAML `text`; `file` is its name in messages. Raises as `load`."""
+    try:
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
+        problem = getattr(error, "problem", None) or str(error)
+        raise InvalidRequest(f"{place}: is not valid YAML: {problem}") from error
+    if data is None:
+        return Config()
+    if not isinstance(data, dict):
+        raise InvalidRequest(
+            f"{file}: holds {_shown(data)}; it should be a mapping of sections, such as `cell:`"
+        )
+    filled = {
+        key: value for key, value in data.items() if value is not None
+    }  # `gateway:` alone: its defaults
+    try:
+        return Config.model_validate(filled)
+    except ValidationError as error:
+        mistakes = [_mistake(dict(item)) for item in error.errors(include_url=False)]
+    lines = [f"{file}: {where}: {what}" if where else f"{file}: {what}" for where, what in mistakes]
+    raise InvalidRequest("\n".join(lines), param=mistakes[0][0])
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where plain YAML keeps the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice; keep one", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _mistake(item: dict[str, Any]) -> tuple[str, str]:
+    """Return (key path, what is wrong and what to do) for one pydantic error."""
+    loc = tuple(item["loc"])
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+    given, kind = item["input"], item["type"]
+    if kind == "extra_forbidden":
+        known = sorted(_section_at(loc[:-1]).model_fields)
+        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=SUGGESTION_CUTOFF)
+        return (
+            where,
+            f"unknown key; did you mean {close[0]!r}?"
+            if close
+            else f"unknown key; known: {', '.join(known)}",
+        )
+    if kind == "missing":
+        return where, "is missing and has no default; add it"
+    if kind == "value_error":
+        return where, str(item["ctx"]["error"])
+    if kind in ("model_type", "dict_type"):
+        known = sorted(_section_at(loc).model_fields) if kind == "model_type" else []
+        return where, f"holds {_shown(given)}; it should be a mapping" + (
+            f" of {', '.join(known)}" if known else ""
+        )
+    if kind == "invalid_key" or loc[-1] == "[key]":
+        return where.removesuffix(".[key]"), f"the key {_shown(given)} is not text; put it in quotes"
+    if kind == "tuple_type":
+        return where, f"holds {_shown(given)}; it should be a list"
+    rule = item["msg"].removeprefix("Input should ").removeprefix("String should ")
+    return where, f"{_shown(given)} was given; it should {rule}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "…"
+
+
+def _section_at(loc: tuple[int | str, ...]) -> type[Section]:
+    """Return the section class that holds the keys at `loc`, a path through `Config`."""
+    section: type[Section] = Config
+    for part in loc:
+        if isinstance(part, str) and part in section.model_fields:
+            inner = _sections_in(section.model_fields[part].annotation)
+            section = inner if inner is not None else section
+    return section
+
+
+def _sections_in(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _sections_in(inner))), None)
