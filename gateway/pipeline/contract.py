@@ -1,0 +1,429 @@
+"""The contract: what a caller may declare, as frozen typed objects. Parsed once, here, at the edge.
+
+A contract is data; it names steps and never says how to run them. Text hygiene happens while parsing, so
+nothing later counts, hashes or tokenises text that was not cleaned. Errors become `InvalidRequest` in
+`refusals.py`; `parse` is the one door.
+
+Variables: `{{name}}` in a `system_prompt` always stands for the call's variable of that name. In `input`
+it does so only when the call carries `variables`, so that end users may type braces; chat messages are
+taken literally. A value is put in as it is and never expanded again. A placeholder without a value, and
+a variable that no text uses, are errors that name it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from gateway.pipeline.refusals import misfit, refusal
+from grid.words import Precision
+
+MAX_STEPS = 16
+"""More steps than any pipeline seen; bounds the work that one call can ask for."""
+MAX_GENERATION_STEPS = 1
+"""One answer a call: a run streams the tokens of a single generation step."""
+MAX_NAME_CHARS = 128
+"""Names and ids end up in Redis keys, URLs and log lines."""
+MAX_DESCRIPTION_CHARS = 2_000
+"""A description is for people; it is stored with every revision."""
+MAX_TEXT_CHARS = 2_000_000
+"""About 500,000 tokens, beyond every served context: a longer prompt is refused by its unit with the
+counts, and this bound only keeps absurd ones off the link."""
+MAX_MESSAGES = 1_000
+"""Longer conversations exceed every served context anyway."""
+MAX_OUTPUT_TOKENS = 131_072
+"""The longest answer that a served model family can produce."""
+DEFAULT_OUTPUT_TOKENS = 512
+"""A full answer of a chat model, and still room for a prompt in the smallest context that is served."""
+DEFAULT_TEMPERATURE = 1.0
+"""The model's own distribution, as the compatible routes and vLLM have it."""
+MAX_TEMPERATURE = 2.0
+"""Above it text is noise; the bound that compatible clients know."""
+MAX_PENALTY = 2.0
+"""The bound that compatible clients know."""
+MAX_SAMPLING_TOP_K = 1_048_576
+"""Above every vocabulary; more would mean "no limit", which is 0."""
+MAX_SEED = 2**63 - 1
+"""A signed 64-bit integer, what engines take."""
+MAX_STOPS = 8
+"""Each is searched in every piece of text."""
+MAX_STOP_CHARS = 256
+"""Bounds the text that is held back because it could begin a stop string."""
+MAX_TOP_K = 100
+"""Documents of one retrieval; more never fit a prompt."""
+DEFAULT_TOP_K = 5
+MAX_DIMENSION = 65_536
+"""The largest vector that the stores take."""
+MAX_FILTER_CONDITIONS = 16
+MAX_FILTER_VALUES = 64
+"""Values of one condition: alternatives are matched one by one."""
+MAX_FILTER_CHARS = 512
+"""A filter matches short metadata values, not text."""
+MAX_VARIABLES = 64
+MAX_REGIONS = 16
+"""Preferred regions are an order for one request, not a fleet map."""
+MAX_AVOIDED_MODELS = 64
+MAX_MEMORY_MB = 100_000_000
+"""100 TB: above any node, below anything that would overflow."""
+MAX_TOKENS_PER_CHUNK = 4_096
+"""Held tokens stay in the gateway's memory."""
+MAX_CHUNK_LATENCY_MS = 60_000
+"""A client that waits longer has lost its stream to some proxy."""
+DEFAULT_CHUNK_LATENCY_MS = 200
+"""Where only a minimum is given: below what readers notice as a stall."""
+MAX_TTL_SECONDS = 30 * 24 * 3_600
+"""A cached answer older than a month is stale for every use seen."""
+
+STEP_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")
+REGION = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+
+
+def clean_text(text: str) -> str:
+    """Return `text` with `\\r\\n` and `\\r` as `\\n`."""
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def clean_system_prompt(text: str) -> str:
+    """Return `text` cleaned and without outer blank space."""
+    return clean_text(text).strip()
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+FilterScalar = str | int | float | bool
+FilterValue = FilterScalar | tuple[FilterScalar, ...]
+
+
+def _filter_scalar(key: str, value: Any) -> FilterScalar:
+    if isinstance(value, str):
+        if len(value) <= MAX_FILTER_CHARS:
+            return value
+        raise misfit((key,), f"a filter value has at most {MAX_FILTER_CHARS} characters, not {len(value)}")
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise misfit(
+        (key,), "must be text, a finite number, true or false, or a list of these (any of them matches)"
+    )
+
+
+def _filter(value: Any) -> dict[str, FilterValue]:
+    if not isinstance(value, dict):
+        raise ValueError('must be an object of metadata conditions, such as {"status": "published"}')
+    if len(value) > MAX_FILTER_CONDITIONS:
+        raise ValueError(f"holds at most {MAX_FILTER_CONDITIONS} conditions, not {len(value)}")
+    conditions: dict[str, FilterValue] = {}
+    for key, given in value.items():
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_NAME_CHARS:
+            raise ValueError(f"a metadata field's name has 1 to {MAX_NAME_CHARS} characters")
+        if isinstance(given, list | tuple):
+            if not 0 < len(given) <= MAX_FILTER_VALUES:
+                raise misfit((key,), f"lists 1 to {MAX_FILTER_VALUES} values, not {len(given)}")
+            conditions[key] = tuple(_filter_scalar(key, item) for item in given)
+        else:
+            conditions[key] = _filter_scalar(key, given)
+    return conditions
+
+
+def _variables(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError('must be an object of values by name, such as {"product": "Acme Router"}')
+    if len(value) > MAX_VARIABLES:
+        raise ValueError(f"holds at most {MAX_VARIABLES} variables, not {len(value)}")
+    texts: dict[str, str] = {}
+    for name, given in value.items():
+        if not isinstance(name, str) or not VARIABLE_NAME.match(name):
+            raise ValueError(
+                f"{name!r} is no variable name: letters, digits and _, not starting with a digit"
+            )
+        if isinstance(given, bool):
+            texts[name] = "true" if given else "false"
+        elif isinstance(given, int | float):
+            texts[name] = str(given)
+        elif isinstance(given, str):
+            texts[name] = clean_text(given)
+        else:
+            raise ValueError(f"the value of {name!r} must be text, a number, true or false")
+        if len(texts[name]) > MAX_TEXT_CHARS:
+            raise ValueError(f"the value of {name!r} has more than {MAX_TEXT_CHARS} characters")
+    return texts
+
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+StepId = Annotated[str, Field(pattern=STEP_ID)]
+RegionName = Annotated[str, Field(pattern=REGION)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS), AfterValidator(clean_text)]
+SystemPrompt = Annotated[str, Field(max_length=MAX_TEXT_CHARS), AfterValidator(clean_system_prompt)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class Part(BaseModel):
+    """Base of every part of a contract: frozen, strict about types, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class QueryEmbedding(Part):
+    model: Name
+    dimension: int | None = Field(None, ge=1, le=MAX_DIMENSION)
+    """None: the model's own."""
+
+
+class RetrievalStep(Part):
+    type: Literal["retrieval"] = "retrieval"
+    id: StepId | None = None
+    """Filled in as `retrieval-N` (N: position from 1) where the caller gave none."""
+    uses: tuple[StepId, ...] | None = Field(None, max_length=MAX_STEPS, strict=False)
+    """Ids of earlier steps; None: all earlier steps."""
+    data_source_id: Name | None = None
+    source: Name | None = None
+    """The data source's name; exactly one of the two is given."""
+    query_embedding: QueryEmbedding | None = None
+    """None: the embedding model that the data source was filled with."""
+    top_k: int = Field(DEFAULT_TOP_K, ge=1, le=MAX_TOP_K)
+    filter: Annotated[dict[str, FilterValue], BeforeValidator(_filter)] = {}
+    """All conditions must hold; a list means any of its values."""
+    min_score: float | None = Field(None, ge=-1.0, le=1.0)
+    """Least cosine similarity."""
+    on_failure: Literal["fail", "skip"] = "fail"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.data_source_id is None) == (self.source is None):
+            raise misfit(
+                ("data_source_id",),
+                "a retrieval step names its data source by `data_source_id` or by `source`: one",
+            )
+        return self
+
+
+class GenerationStep(Part):
+    type: Literal["generation"] = "generation"
+    id: StepId | None = None
+    uses: tuple[StepId, ...] | None = Field(None, max_length=MAX_STEPS, strict=False)
+    """Ids of the retrieval steps whose documents the prompt holds; None: all earlier ones."""
+    model: Name
+    """A model of the cell or one of its aliases."""
+    system_prompt: SystemPrompt = ""
+    max_output_tokens: int = Field(DEFAULT_OUTPUT_TOKENS, ge=1, le=MAX_OUTPUT_TOKENS)
+    temperature: float = Field(DEFAULT_TEMPERATURE, ge=0.0, le=MAX_TEMPERATURE)
+    """0 is greedy: the most likely token each time."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0, le=MAX_SAMPLING_TOP_K)
+    """0 means no limit."""
+    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
+    stop: Annotated[
+        tuple[Stop, ...], Field(max_length=MAX_STOPS, strict=False), BeforeValidator(_one_or_many)
+    ] = ()
+    """The answer ends before the first of these; one string stands for a list of one."""
+    frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    stream: bool | None = None
+    """How a call is answered that doesn't say so itself; None: streamed."""
+
+
+Step = Annotated[RetrievalStep | GenerationStep, Field(discriminator="type")]
+
+
+class Pipeline(Part):
+    steps: tuple[Step, ...] = Field(min_length=1, max_length=MAX_STEPS, strict=False)
+
+    @field_validator("steps", mode="after")
+    @classmethod
+    def _wired(cls, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        named = tuple(
+            step if step.id is not None else step.model_copy(update={"id": f"{step.type}-{position}"})
+            for position, step in enumerate(steps, start=1)
+        )
+        earlier: set[str] = set()
+        for index, step in enumerate(named):
+            assert step.id is not None
+            if step.id in earlier:
+                raise misfit(
+                    (index, "id"), f"an earlier step has the id {step.id!r}; every step needs its own"
+                )
+            for used in step.uses or ():
+                if used not in earlier:
+                    known = ", ".join(sorted(earlier)) or "there is none"
+                    raise misfit((index, "uses"), f"{used!r} is the id of no earlier step (earlier: {known})")
+            earlier.add(step.id)
+        generating = [index for index, step in enumerate(named) if step.type == "generation"]
+        if generating and generating[0] != len(named) - 1:
+            raise misfit(
+                (generating[0],),
+                f"at most {MAX_GENERATION_STEPS} generation step, and it comes last in a pipeline",
+            )
+        return named
+
+    @property
+    def retrievals(self) -> tuple[RetrievalStep, ...]:
+        return tuple(step for step in self.steps if isinstance(step, RetrievalStep))
+
+    @property
+    def generation(self) -> GenerationStep | None:
+        last = self.steps[-1]
+        return last if isinstance(last, GenerationStep) else None
+
+
+class ExecutionHints(Part):
+    min_gpu_memory_mb: int = Field(0, ge=0, le=MAX_MEMORY_MB)
+    """The unit's own memory grant must be at least this."""
+    prefer_region: tuple[RegionName, ...] = Field((), max_length=MAX_REGIONS, strict=False)
+    """Strict priority order; a hint, never a residency rule."""
+    avoid_models: tuple[Name, ...] = Field((), max_length=MAX_AVOIDED_MODELS, strict=False)
+    quantization: Literal["int4", "int8", "fp8", "fp16", "bf16", "fp32"] | None = None
+    """The lowest precision that the caller accepts; None: any."""
+
+    @property
+    def lowest_precision(self) -> int:
+        return 0 if self.quantization is None else int(Precision.parse(self.quantization))
+
+
+class StreamControl(Part):
+    min_tokens_per_chunk: int = Field(1, ge=1, le=MAX_TOKENS_PER_CHUNK)
+    max_latency_ms: int = Field(DEFAULT_CHUNK_LATENCY_MS, ge=0, le=MAX_CHUNK_LATENCY_MS)
+    """Since the first held token."""
+    flush_on_eos: bool = True
+    """False: the last tokens, too, wait for one of the two rules above."""
+
+
+class CacheStrategy(Part):
+    type: Literal["none", "exact", "semantic"] = "none"
+    similarity_threshold: float = Field(0.85, ge=0.0, le=1.0)
+    ttl_seconds: int = Field(3_600, ge=1, le=MAX_TTL_SECONDS)
+
+
+class Contract(Part):
+    """A declared pipeline, as it is stored."""
+
+    name: Name | None = None
+    description: str = Field("", max_length=MAX_DESCRIPTION_CHARS)
+    pipeline: Pipeline
+    execution_hints: ExecutionHints = ExecutionHints()
+    stream_control: StreamControl = StreamControl()
+    cache_strategy: CacheStrategy = CacheStrategy()
+
+
+class ChatMessage(Part):
+    role: Literal["system", "user", "assistant"]
+    content: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strip_system(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") == "system" and isinstance(data.get("content"), str):
+            return {**data, "content": clean_system_prompt(data["content"])}
+        return data
+
+
+class Asked(Part):
+    """What every call may say: the input, and how it wants the answer."""
+
+    input: Text | None = None
+    messages: tuple[ChatMessage, ...] | None = Field(
+        None, min_length=1, max_length=MAX_MESSAGES, strict=False
+    )
+    """A conversation whose last turn is the user's; `input` may hold it as well."""
+    inputs: None = None
+    """Kept for lists of inputs, which are not served yet."""
+    variables: Annotated[dict[str, str] | None, BeforeValidator(_variables)] = None
+    stream: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chat_as_input(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("input"), list) and data.get("messages") is None:
+            return {
+                **{key: value for key, value in data.items() if key != "input"},
+                "messages": data["input"],
+            }
+        return data
+
+    @field_validator("inputs", mode="before")
+    @classmethod
+    def _no_inputs(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("lists of inputs are not served yet; make one call for each, with `input`")
+        return value
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def _user_last(cls, value: tuple[ChatMessage, ...] | None) -> tuple[ChatMessage, ...] | None:
+        if value and value[-1].role != "user":
+            raise ValueError(f"the last message must be the user's, not the {value[-1].role}'s")
+        return value
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if self.input is not None and self.messages is not None:
+            raise misfit(("messages",), "give `input` or `messages`, not both")
+        return self
+
+
+class Invocation(Asked):
+    """The body of an invoke or dry-run call."""
+
+    execution_hints: ExecutionHints | None = None
+    """Fields given here replace the contract's, one by one."""
+    stream_control: StreamControl | None = None
+    """Fields given here replace the contract's, one by one."""
+
+    @model_validator(mode="after")
+    def _some_input(self) -> Self:
+        if self.input is None and self.messages is None:
+            raise misfit(("input",), "is missing: give the text to answer, or chat `messages`")
+        return self
+
+
+class OneShot(Contract, Asked):
+    """A contract and, where it should run at once, its input, in one body."""
+
+    @property
+    def contract(self) -> Contract:
+        return Contract.model_construct(**{name: getattr(self, name) for name in Contract.model_fields})
+
+    @property
+    def invocation(self) -> Invocation | None:
+        """The call to make; None where there is nothing to run."""
+        if self.input is None and self.messages is None:
+            return None
+        return Invocation.model_construct(**{name: getattr(self, name) for name in Asked.model_fields})
+
+
+Overridable = TypeVar("Overridable", ExecutionHints, StreamControl)
+
+
+def overridden(base: Overridable, override: Overridable | None) -> Overridable:
+    """Return `base` with the fields that `override` sets itself."""
+    if override is None or not override.model_fields_set:
+        return base
+    return base.model_copy(update={name: getattr(override, name) for name in override.model_fields_set})
+
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+def parse(model: type[Parsed], body: bytes) -> Parsed:
+    """Return `body` as `model`. Raises InvalidRequest: `param` is the field's path, such as
+    `pipeline.steps[0].top_k`; the message says what was given and what to do; `details["errors"]`
+    lists further faults of the same body."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(model, error) from None
