@@ -1,0 +1,26 @@
+# Every target makes its environment ready first; `make setup` alone does only that.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-fast check setup
+.DEFAULT_GOAL := demo
+
+demo: setup          ## start a cell, load the help centre, ask three questions, stop
+	@$(BIN)/python -m gateway.demo $(ARGS)
+
+test: setup          ## the whole suite, real cells and real vLLM included
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup     ## without real cells and vLLM, under a minute
+	@$(BIN)/python -m pytest -m "not cell and not vllm" $(ARGS)
+
+check: setup         ## what CI runs: format, lint, types, import contract, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest $(ARGS)
+
+setup:               ## .venv with everything in it; at once when nothing changed
+	@$(PYTHON) scripts/setup.py
