@@ -206,6 +206,8 @@ class Decision(NamedTuple):
     lease_ms: float
     fleet_version: int
     decide_us: float
+    stale_view: bool = False
+    """Most units went stale together: the observer is at fault, and reservations were trusted."""
 
 
 class Message(NamedTuple):
