@@ -92,7 +92,7 @@ def usable_python():
     found = ".".join(map(str, sys.version_info[:3]))
     sys.exit(
         f"setup: Python 3.11 or newer is needed, and `{sys.executable}` is {found}.\n"
-        "Install one (Debian, Ubuntu: apt install python3.11 python3.11-venv; macOS: brew install python@3.12),\n"
+        "Install one (Debian: apt install python3.11 python3.11-venv; macOS: brew install python@3.12),\n"
         "or name it: make PYTHON=/path/to/python3.12 setup"
     )
 
@@ -196,7 +196,7 @@ def install_torch(requirements):
             "torch for CPU, through uv",
             [*uv, *sorted(set(versions))],
             remedy=(
-                "the CPU build of torch could not be had. PyTorch's 'Get started' page names its index of CPU\n"
+                "there is no CPU build of torch here. PyTorch's 'Get started' page names its index of CPU\n"
                 "wheels (choose pip, CPU); then: PIP_EXTRA_INDEX_URL=<that address> make setup"
             ),
         )

@@ -1,0 +1,229 @@
+"""The Python client. `grid.operations` decides what is asked; all I/O of the synchronous side is here.
+
+    grid = Grid("http://127.0.0.1:8000", key="zg-…")
+    for event in grid.pipeline("support").stream("How do I reset my password?"):
+        ...
+
+Errors are those of `grid.errors`, revived from the gateway's answer, and `grid.calls.Unreachable`. What was
+refused before it began is tried again (100 ms, growing by 1.5, longer where the gateway says so); nothing
+is tried again once a stream has begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from grid import calls
+from grid.calls import Call
+from grid.errors import GridError
+from grid.exchange import (
+    DEFAULT_URL,
+    TIMEOUT,
+    Step,
+    Steps,
+    connection_errors,
+    json_of,
+    key_headers,
+    request_of,
+)
+from grid.operations import ACTIVE_TIMEOUT_S, Input, Json, OnProgress, Operation, Operations, Wait
+from grid.runs import Answer, Event, RunState
+
+R = TypeVar("R")
+
+
+class Grid:
+    """A connection to one gateway. Use it as a context manager, or call `close`.
+
+    `transport`, `sleep` and `clock` are for tests.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        key: str = "",
+        *,
+        max_retries: int = calls.MAX_RETRIES,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._http = httpx.Client(
+            base_url=url, headers=key_headers(key), timeout=TIMEOUT, transport=transport
+        )
+        self._operations = Operations(max_retries)
+        self._sleep = sleep
+        self._clock = clock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def pipeline(self, name_or_id: str) -> Pipeline:
+        """Return a handle; nothing is asked until it is used."""
+        return Pipeline(self, name_or_id)
+
+    def pipelines(self) -> list[Json]:
+        return self._run(self._operations.pipelines())
+
+    def create_pipeline(self, contract: Mapping[str, Any]) -> Json:
+        """Store a contract; answers at once with `status: deploying`."""
+        return self._run(self._operations.create_pipeline(contract))
+
+    def apply_pipeline(self, contract: Mapping[str, Any], timeout_s: float = ACTIVE_TIMEOUT_S) -> Json:
+        """Make this contract what its name stands for, and return it once it is active."""
+        return self._run(self._operations.apply_pipeline(contract, timeout_s))
+
+    def sources(self) -> list[Json]:
+        return self._run(self._operations.sources())
+
+    def source(self, name_or_id: str) -> Json:
+        return self._run(self._operations.source(name_or_id))
+
+    def create_source(self, name: str, type: str = "qdrant", **options: Any) -> Json:
+        """Create a data source; `options` are the fields of the route, such as `embedding_model`."""
+        return self._run(self._operations.create_source({"name": name, "type": type, **options}))
+
+    def ensure_source(self, name: str, type: str = "qdrant", **options: Any) -> Json:
+        """Return the data source of that name, created if there is none."""
+        return self._run(self._operations.ensure_source({"name": name, "type": type, **options}))
+
+    def delete_source(self, name_or_id: str) -> None:
+        self._run(self._operations.delete_source(name_or_id))
+
+    def add_documents(
+        self, source: str, documents: Sequence[Mapping[str, Any]], on_progress: OnProgress | None = None
+    ) -> Json:
+        """Add or replace documents `{id, text, metadata}`, in batches; returns the counts."""
+        return self._run(self._operations.add_documents(source, documents, on_progress))
+
+    def models(self) -> list[Json]:
+        return self._run(self._operations.models())
+
+    def units(self) -> list[Json]:
+        return self._run(self._operations.units())
+
+    def keys(self) -> list[Json]:
+        return self._run(self._operations.keys())
+
+    def create_key(self, tenant_id: str, *, label: str = "", operator: bool = False) -> Json:
+        """Make a key (operators only); its answer is the only time that it is shown."""
+        return self._run(self._operations.create_key(tenant_id, label, operator))
+
+    def revoke_key(self, key_id: str) -> None:
+        self._run(self._operations.revoke_key(key_id))
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Json:
+        """Send one call and return its JSON; the way to a route that has no method here."""
+        return self._run(self._operations.call(Call(method, path, body)))
+
+    def _run(self, operation: Operation[R]) -> R:
+        steps = Steps(operation)
+        while (step := steps.next()) is not None:
+            try:
+                steps.answer = self._carry_out(step)
+            except GridError as error:
+                steps.error = error
+        return steps.result
+
+    def _carry_out(self, step: Step) -> Any:
+        if isinstance(step, Wait):
+            if step.seconds > 0:
+                self._sleep(step.seconds)
+            return self._clock()
+        with connection_errors(self._http):
+            if isinstance(step, Call):
+                return json_of(self._http.send(request_of(self._http, step)))
+            response = self._http.send(request_of(self._http, step.call), stream=True)
+            if response.is_success:
+                return response
+            with closing(response):
+                response.read()
+                return json_of(response)
+
+
+class Pipeline:
+    """A handle on one pipeline, by name (the newest active one of that name) or id."""
+
+    def __init__(self, grid: Grid, name_or_id: str) -> None:
+        self._grid = grid
+        self.name_or_id = name_or_id
+
+    def read(self) -> Json:
+        return self._grid._run(self._grid._operations.pipeline(self.name_or_id))
+
+    def wait_active(self, timeout_s: float = ACTIVE_TIMEOUT_S) -> Json:
+        """Return the pipeline once it is active. Raises NoEligibleUnit with the reason if it failed."""
+        return self._grid._run(self._grid._operations.wait_active(self.name_or_id, timeout_s))
+
+    def invoke(self, input: Input, **options: Any) -> Answer:
+        """Run it and return the whole answer; `options` are `variables`, `execution_hints` and so on."""
+        return self._grid._run(self._grid._operations.invoke(self.name_or_id, input, options))
+
+    def stream(self, input: Input, **options: Any) -> Run:
+        """Run it and return its events as they come; a refusal raises at the first."""
+        return Run(self._grid, self._grid._operations.open_run(self.name_or_id, input, options))
+
+    def delete(self) -> None:
+        self._grid._run(self._grid._operations.delete_pipeline(self.name_or_id))
+
+
+class Run(RunState):
+    """A streamed run: iterate over its events. Leaving early (`close`, or the end of `with`) cancels it."""
+
+    def __init__(self, grid: Grid, opening: Operation[httpx.Response]) -> None:
+        super().__init__()
+        self._grid = grid
+        self._opening = opening
+        self._response: httpx.Response | None = None
+        self._pieces: Iterator[bytes] = iter(())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._opening.close()
+        if self._response is not None:
+            self._response.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        if self._response is None:
+            self._response = self._grid._run(self._opening)
+            self._pieces = self._response.iter_bytes()
+        while (event := self.take()) is None:
+            try:
+                with connection_errors(self._grid._http):
+                    self.feed(next(self._pieces))
+            except StopIteration:
+                if self.done is not None:
+                    raise
+                self.end()
+        return event
+
+    def read(self) -> Answer:
+        """Read to the end and return the whole answer."""
+        with self:
+            for _ in self:
+                pass
+        return self.answer()

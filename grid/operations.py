@@ -1,0 +1,218 @@
+"""Everything the client does, as conversations: generators that yield what to do and are told the outcome.
+
+`grid.client` runs them, synchronously or asynchronously; nothing here does I/O, waits or reads a clock. An
+operation yields a `Call` (answered with its JSON), an `Open` (answered with an open stream) or a `Wait`
+(answered with the time afterwards, in seconds); a failed one raises inside the generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from grid import calls
+from grid.calls import Call
+from grid.errors import DeadlineExceeded, InvalidRequest, NoEligibleUnit, NotFound, Rejected
+from grid.runs import Answer
+from grid.words import new_id
+
+Json = dict[str, Any]
+Input = str | Sequence[Mapping[str, str]]
+"""Text, or a conversation of `{"role", "content"}` turns that ends with the user's."""
+OnProgress = Callable[[int, int], None]
+"""Called with (done, total) after each batch."""
+
+ACTIVE_TIMEOUT_S = 120.0
+"""How long a pipeline may take to become active before the wait is given up."""
+POLL_S = 0.1
+"""A deployment is a dry run of milliseconds; this is soon enough for a person, and costs next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A call whose answer is read as it comes."""
+
+    call: Call
+
+
+R = TypeVar("R")
+Operation = Generator[Call | Open | Wait, Any, R]
+
+
+def ask(step: Call | Open, max_retries: int) -> Operation[Any]:
+    """Carry out one step, again while it is refused before it began and the schedule allows."""
+    retries = 0
+    while True:
+        try:
+            return (yield step)
+        except (Rejected, calls.Unreachable) as error:
+            wait_s = calls.retry_wait_s(retries, error, max_retries)
+            if wait_s is None:
+                raise
+        retries += 1
+        yield Wait(wait_s)
+
+
+class Operations:
+    """One method an operation. Holds no state besides how often to try again."""
+
+    def __init__(self, max_retries: int) -> None:
+        self._max_retries = max_retries
+
+    def call(self, call: Call) -> Operation[Json]:
+        answer: Json = yield from ask(call, self._max_retries)
+        return answer
+
+    def _list(self, path: str, key: str) -> Operation[list[Json]]:
+        items: list[Json] = (yield from self.call(Call("GET", path)))[key]
+        return items
+
+    def _create(self, path: str, body: Mapping[str, Any]) -> Operation[Json]:
+        """The key makes a create that is tried again make one thing."""
+        return self.call(Call("POST", path, body, {"idempotency-key": new_id("")}))
+
+    def models(self) -> Operation[list[Json]]:
+        return self._list("/v1/models", "data")
+
+    def units(self) -> Operation[list[Json]]:
+        return self._list("/v1/units", "units")
+
+    def keys(self) -> Operation[list[Json]]:
+        return self._list("/v1/keys", "keys")
+
+    def create_key(self, tenant_id: str, label: str, operator: bool) -> Operation[Json]:
+        return self.call(
+            Call("POST", "/v1/keys", {"tenant_id": tenant_id, "label": label, "operator": operator})
+        )
+
+    def revoke_key(self, key_id: str) -> Operation[Json]:
+        return self.call(Call("DELETE", f"/v1/keys/{_part(key_id)}"))
+
+    def sources(self) -> Operation[list[Json]]:
+        return self._list("/v1/data-sources", "data_sources")
+
+    def source(self, name_or_id: str) -> Operation[Json]:
+        """Raises NotFound."""
+        if name_or_id.startswith("ds-"):
+            return (yield from self.call(Call("GET", f"/v1/data-sources/{_part(name_or_id)}")))
+        for source in (yield from self.sources()):
+            if source["name"] == name_or_id:
+                return source
+        raise NotFound(f"there is no data source named {name_or_id!r}", param="source")
+
+    def create_source(self, body: Mapping[str, Any]) -> Operation[Json]:
+        return self._create("/v1/data-sources", body)
+
+    def ensure_source(self, body: Mapping[str, Any]) -> Operation[Json]:
+        """Return the data source of that name, created if there is none."""
+        try:
+            return (yield from self.source(str(body["name"])))
+        except NotFound:
+            return (yield from self.create_source(body))
+
+    def delete_source(self, name_or_id: str) -> Operation[Json]:
+        source = yield from self.source(name_or_id)
+        return (yield from self.call(Call("DELETE", f"/v1/data-sources/{_part(source['data_source_id'])}")))
+
+    def add_documents(
+        self, source: str, documents: Sequence[Mapping[str, Any]], on_progress: OnProgress | None
+    ) -> Operation[Json]:
+        """Add or replace documents in batches; returns `added`, `replaced` and `document_count`."""
+        source_id = (yield from self.source(source))["data_source_id"]
+        counts = {"data_source_id": source_id, "added": 0, "replaced": 0, "document_count": 0}
+        sent = 0
+        for batch in calls.batches(documents):
+            path = f"/v1/data-sources/{_part(source_id)}/documents"
+            answer = yield from self.call(Call("POST", path, {"documents": batch}))
+            counts["added"] += answer["added"]
+            counts["replaced"] += answer["replaced"]
+            counts["document_count"] = answer["document_count"]
+            sent += len(batch)
+            if on_progress is not None:
+                on_progress(sent, len(documents))
+        return counts
+
+    def pipelines(self) -> Operation[list[Json]]:
+        return self._list("/v1/pipelines", "pipelines")
+
+    def pipeline(self, name_or_id: str) -> Operation[Json]:
+        """Return a pipeline; of several with one name the newest active one. Raises NotFound."""
+        if name_or_id.startswith("pl-"):
+            return (yield from self.call(Call("GET", f"/v1/pipelines/{_part(name_or_id)}")))
+        found = yield from self._named(name_or_id)
+        if not found:
+            raise NotFound(f"there is no pipeline named {name_or_id!r}", param="pipeline")
+        return max(found, key=lambda record: (record["status"] == "active", record["created_at"]))
+
+    def _named(self, name: str) -> Operation[list[Json]]:
+        return [record for record in (yield from self.pipelines()) if record["name"] == name]
+
+    def create_pipeline(self, contract: Mapping[str, Any]) -> Operation[Json]:
+        return self._create("/v1/pipelines", contract)
+
+    def delete_pipeline(self, name_or_id: str) -> Operation[Json]:
+        record = yield from self.pipeline(name_or_id)
+        return (yield from self.call(Call("DELETE", f"/v1/pipelines/{_part(record['pipeline_id'])}")))
+
+    def wait_active(self, name_or_id: str, timeout_s: float) -> Operation[Json]:
+        """Return the pipeline once it is active.
+
+        Raises NoEligibleUnit with the grid's reason when it failed, DeadlineExceeded after `timeout_s`.
+        """
+        record = yield from self.pipeline(name_or_id)
+        started_s: float = yield Wait(0.0)
+        while record["status"] == "deploying":
+            now_s: float = yield Wait(POLL_S)
+            if now_s - started_s > timeout_s:
+                raise DeadlineExceeded(
+                    f"pipeline {record['pipeline_id']} is still deploying after {timeout_s:g} s;"
+                    " `grid status` shows which units are missing"
+                )
+            record = yield from self.pipeline(record["pipeline_id"])
+        if record["status"] != "active":
+            raise NoEligibleUnit(
+                f"pipeline {record['name'] or record['pipeline_id']} failed: {record['reason']}"
+            )
+        return record
+
+    def apply_pipeline(self, contract: Mapping[str, Any], timeout_s: float) -> Operation[Json]:
+        """Make this contract what its name stands for, and return it active.
+
+        The new pipeline is created beside the old one, which goes only once the new one is active.
+        """
+        name = contract.get("name")
+        if not name:
+            raise InvalidRequest("a contract needs a `name` to be applied under; add one", param="name")
+        earlier = yield from self._named(str(name))
+        created = yield from self.create_pipeline(contract)
+        active = yield from self.wait_active(created["pipeline_id"], timeout_s)
+        for record in earlier:
+            yield from self.call(Call("DELETE", f"/v1/pipelines/{_part(record['pipeline_id'])}"))
+        return active
+
+    def invoke(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Answer]:
+        call = yield from self._invocation(name_or_id, given, {**options, "stream": False})
+        return Answer.of((yield from self.call(call)))
+
+    def open_run(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Any]:
+        """Return what the runner makes of an open stream of this run."""
+        call = yield from self._invocation(name_or_id, given, {**options, "stream": True})
+        return (yield from ask(Open(call), self._max_retries))
+
+    def _invocation(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Call]:
+        pipeline_id = name_or_id
+        if not pipeline_id.startswith("pl-"):
+            pipeline_id = (yield from self.pipeline(name_or_id))["pipeline_id"]
+        said = {"input": given} if isinstance(given, str) else {"messages": [dict(turn) for turn in given]}
+        return Call("POST", f"/v1/pipelines/{_part(pipeline_id)}/invoke", {**said, **options})
+
+
+def _part(text: str) -> str:
+    return quote(text, safe="")

@@ -1,0 +1,328 @@
+"""A run as the client hears it: event bytes in, typed events and the whole answer out. Pure.
+
+Answers are parsed leniently: a field that a newer gateway adds is ignored, and one that an older gateway
+lacks has its default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grid.calls import Unreachable, error_of
+from grid.errors import GridError, InternalError
+from grid.words import Usage
+
+MAX_EVENT_BYTES = 16 * 1024 * 1024
+"""One event of a stream; far above any, so only a peer that isn't a gateway passes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    document_id: str
+    text: str
+    score: float
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Document:
+        score = float(data.get("score", 0.0))
+        return cls(data.get("id", ""), data.get("text", ""), score, data.get("metadata") or {})
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Where one step ran, why there, and how long it took in milliseconds."""
+
+    step_id: str
+    unit_id: str = ""
+    model: str = ""
+    region: str = ""
+    gpu_type: str = ""
+    simulated: bool = False
+    predicted_ttft_ms: float = 0.0
+    why: str = ""
+    moves: int = 0
+    timing_ms: Mapping[str, float] = field(default_factory=dict)
+    """`total`, and those of `placement`, `embed`, `search`, `queue`, `prefill`, `decode` that it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first step was accepted; from here on the status is 200."""
+
+    request_id: str
+    pipeline_id: str
+    revision: int
+    model: str
+    steps: tuple[str, ...]
+    warnings: tuple[str, ...]
+    input_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    step_id: str
+    documents: tuple[Document, ...]
+    """The documents that the prompt holds, best first."""
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    index: int
+    """Of the first token in the chunk, over the whole answer."""
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    finish_reason: str
+    usage: Usage
+    ttft_ms: float
+    total_ms: float
+    steps: tuple[StepRun, ...]
+    exact: bool
+    """Greedy text is the same as an undisturbed run's."""
+
+
+Event = Started | Retrieved | Token | Done
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole run: what it said, from which documents, at what cost, and where."""
+
+    request_id: str
+    text: str
+    finish_reason: str
+    documents: tuple[Document, ...]
+    usage: Usage
+    ttft_ms: float
+    total_ms: float
+    steps: tuple[StepRun, ...]
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Answer:
+        """Return the answer in the JSON body of an invocation without a stream."""
+        done = _done(data)
+        documents = tuple(document for step in _retrievals(data) for document in step.documents)
+        return cls(
+            request_id=data.get("request_id", ""),
+            text=data.get("output") or "",
+            finish_reason=done.finish_reason,
+            documents=documents,
+            usage=done.usage,
+            ttft_ms=done.ttft_ms,
+            total_ms=done.total_ms,
+            steps=done.steps,
+            warnings=tuple(data.get("warnings") or ()),
+        )
+
+
+def event_of(name: str, text: str) -> Event | None:
+    """Return the typed event; None for a kind that this client doesn't know. Raises the error of `error`."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise InternalError(f"the gateway sent an event {name!r} that is not JSON") from error
+    if name == "token":
+        return Token(data.get("index", 0), data.get("text", ""), data.get("tokens", 0))
+    if name == "start":
+        return Started(
+            request_id=data.get("request_id", ""),
+            pipeline_id=data.get("pipeline_id", ""),
+            revision=data.get("revision", 0),
+            model=data.get("model", ""),
+            steps=tuple(data.get("steps") or ()),
+            warnings=tuple(data.get("warnings") or ()),
+            input_tokens=data.get("input_tokens", 0),
+            cached_tokens=data.get("cached_tokens", 0),
+        )
+    if name == "retrieval":
+        return _retrieved(data)
+    if name == "done":
+        return _done(data)
+    if name == "error":
+        raise error_of(200, data)
+    return None
+
+
+def _retrieved(data: Mapping[str, Any]) -> Retrieved:
+    documents = tuple(Document.of(item) for item in data.get("documents") or ())
+    return Retrieved(data.get("step_id", ""), documents, data.get("dropped", 0))
+
+
+def _retrievals(data: Mapping[str, Any]) -> list[Retrieved]:
+    return [_retrieved(item) for item in data.get("retrieval") or ()]
+
+
+def _done(data: Mapping[str, Any]) -> Done:
+    usage = data.get("usage") or {}
+    return Done(
+        finish_reason=data.get("finish_reason") or "",
+        usage=Usage(*(usage.get(name, 0) for name in Usage._fields)),
+        ttft_ms=float(data.get("ttft_ms", 0.0)),
+        total_ms=float(data.get("total_ms", 0.0)),
+        steps=_steps(data.get("placement") or (), data.get("timing") or ()),
+        exact=bool(data.get("exact", True)),
+    )
+
+
+def _steps(
+    placement: Sequence[Mapping[str, Any]], timing: Sequence[Mapping[str, Any]]
+) -> tuple[StepRun, ...]:
+    times = {
+        item.get("step_id", ""): {
+            name.removesuffix("_ms"): float(value) for name, value in item.items() if name.endswith("_ms")
+        }
+        for item in timing
+    }
+    return tuple(
+        StepRun(
+            step_id=item.get("step_id", ""),
+            unit_id=item.get("unit_id", ""),
+            model=item.get("model", ""),
+            region=item.get("region", ""),
+            gpu_type=item.get("gpu_type", ""),
+            simulated=bool(item.get("simulated", False)),
+            predicted_ttft_ms=float(item.get("predicted_ttft_ms", 0.0)),
+            why=item.get("why", ""),
+            moves=item.get("moves", 0),
+            timing_ms=times.get(item.get("step_id", ""), {}),
+        )
+        for item in placement
+    )
+
+
+class EventParser:
+    """Server-sent events from bytes that arrive in pieces of any size.
+
+    Follows the HTML standard's event-stream grammar for `event` and `data`: lines end with LF, CR or CRLF,
+    a blank line ends an event, lines that begin with a colon are comments, an unfinished event is dropped.
+    Raises InternalError when one event passes `MAX_EVENT_BYTES`.
+    """
+
+    def __init__(self) -> None:
+        self._line = bytearray()
+        self._after_cr = False
+        self._first_line = True
+        self._name = ""
+        self._data: list[str] = []
+        self._data_bytes = 0
+
+    def feed(self, piece: bytes) -> list[tuple[str, str]]:
+        """Return the events (name, data) that `piece` completes."""
+        if self._after_cr and piece:
+            self._after_cr = False
+            piece = piece.removeprefix(b"\n")
+        if piece.endswith(b"\r"):
+            self._after_cr = True
+        lines = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        events = []
+        for end in lines[:-1]:
+            self._line += end
+            event = self._take_line()
+            if event is not None:
+                events.append(event)
+        self._line += lines[-1]
+        if len(self._line) + self._data_bytes > MAX_EVENT_BYTES:
+            raise InternalError(f"the gateway sent an event of more than {MAX_EVENT_BYTES} bytes")
+        return events
+
+    def _take_line(self) -> tuple[str, str] | None:
+        raw = bytes(self._line)
+        self._line.clear()
+        if self._first_line:
+            self._first_line = False
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        if not raw:
+            return self._dispatch()
+        name, _, value = raw.partition(b":")
+        text = value.removeprefix(b" ").decode("utf-8", "replace")
+        if name == b"event":
+            self._name = text
+        elif name == b"data":
+            self._data.append(text)
+            self._data_bytes += len(value)
+        return None
+
+    def _dispatch(self) -> tuple[str, str] | None:
+        name, data = self._name or "message", self._data
+        self._name, self._data, self._data_bytes = "", [], 0
+        return (name, "\n".join(data)) if data else None
+
+
+class RunState:
+    """What is known of one streamed run so far: bytes go in, events come out, the sum is kept."""
+
+    def __init__(self) -> None:
+        self._parser = EventParser()
+        self._ready: deque[Event] = deque()
+        self._failure: GridError | None = None
+        self._texts: list[str] = []
+        self.started: Started | None = None
+        self.documents: tuple[Document, ...] = ()
+        """Of all retrieval steps so far."""
+        self.done: Done | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer so far, up to the last event that was taken."""
+        return "".join(self._texts)
+
+    def feed(self, piece: bytes) -> None:
+        for name, data in self._parser.feed(piece):
+            if self._failure is not None:
+                return
+            try:
+                event = event_of(name, data)
+            except GridError as error:
+                self._failure = error
+                return
+            if event is not None:
+                self._ready.append(event)
+
+    def end(self) -> None:
+        """Say that no more bytes come: an answer that isn't whole by now never will be."""
+        whole = self.done is not None or any(isinstance(event, Done) for event in self._ready)
+        if not whole and self._failure is None:
+            self._failure = Unreachable("the connection ended in mid-answer")
+
+    def take(self) -> Event | None:
+        """Return the next event, or None until more is fed. Raises what the run failed with, in its turn."""
+        if not self._ready:
+            if self._failure is not None:
+                raise self._failure
+            return None
+        event = self._ready.popleft()
+        if isinstance(event, Token):
+            self._texts.append(event.text)
+        elif isinstance(event, Started):
+            self.started = event
+        elif isinstance(event, Retrieved):
+            self.documents += event.documents
+        else:
+            self.done = event
+        return event
+
+    def answer(self) -> Answer:
+        """Return the whole answer, once `done` was taken."""
+        assert self.done is not None, "the run has not ended"
+        return Answer(
+            request_id=self.started.request_id if self.started else "",
+            text=self.text,
+            finish_reason=self.done.finish_reason,
+            documents=self.documents,
+            usage=self.done.usage,
+            ttft_ms=self.done.ttft_ms,
+            total_ms=self.done.total_ms,
+            steps=self.done.steps,
+            warnings=self.started.warnings if self.started else (),
+        )

@@ -1,0 +1,384 @@
+"""Both clients against a gateway that is a function: what they ask, what they make of the answers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from grid import AsyncGrid, Grid
+from grid.calls import FIRST_RETRY_S, MAX_RETRIES, RETRY_GROWTH, Unreachable, error_of, retry_wait_s
+from grid.errors import (
+    Conflict,
+    DeadlineExceeded,
+    GridError,
+    InternalError,
+    InvalidRequest,
+    NoEligibleUnit,
+    NotFound,
+    Saturated,
+    UnitLost,
+)
+from grid.runs import MAX_EVENT_BYTES, Done, EventParser, Retrieved, Started, Token
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+PLACED = {
+    "step_id": "generation-2",
+    "unit_id": "unit-m-0",
+    "model": "m",
+    "region": "local",
+    "gpu_type": "CPU",
+    "simulated": True,
+    "predicted_ttft_ms": 12.5,
+    "why": "the only unit",
+    "moves": 0,
+}
+FINISH = {
+    "finish_reason": "stop",
+    "usage": {"input_tokens": 7, "cached_tokens": 1, "output_tokens": 2, "cu_seconds": 0.5},
+    "ttft_ms": 10.0,
+    "total_ms": 30.0,
+    "timing": [{"step_id": "generation-2", "type": "generation", "total_ms": 30.0, "prefill_ms": 9.0}],
+    "placement": [PLACED],
+    "exact": True,
+}
+START = {
+    "request_id": "req_1",
+    "pipeline_id": "pl-1",
+    "revision": 1,
+    "model": "m",
+    "steps": ["retrieval-1", "generation-2"],
+    "input_tokens": 7,
+    "cached_tokens": 1,
+    "warnings": ["no cache here"],
+    "a_field_of_tomorrow": 1,
+}
+RETRIEVAL = {
+    "step_id": "retrieval-1",
+    "documents": [{"id": "d1", "text": "t", "score": 0.5, "metadata": {"status": "published"}}],
+    "dropped": 1,
+}
+LISTED = {
+    "pipeline_id": "pl-1",
+    "name": "support",
+    "status": "active",
+    "reason": None,
+    "created_at": "2025-01-01T00:00:00Z",
+}
+
+
+def sse(*events: tuple[str, dict[str, Any]]) -> bytes:
+    return b"".join(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in events)
+
+
+def refusal(status: int, code: str, headers: dict[str, str] | None = None, **details: Any) -> httpx.Response:
+    envelope = {"type": "x", "code": code, "message": f"it is {code}", "param": None, "retryable": True}
+    return httpx.Response(
+        status, json={"error": {**envelope, **details}, "request_id": "req_9"}, headers=headers
+    )
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.waits: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now_s += seconds
+
+
+def grid_of(handler: Handler, clock: Clock | None = None, **options: Any) -> Grid:
+    clock = clock or Clock()
+    return Grid(
+        "http://cell:8000",
+        "zg-key",
+        transport=httpx.MockTransport(handler),
+        sleep=clock.sleep,
+        clock=clock,
+        **options,
+    )
+
+
+class Script:
+    """Answers in turn, and keeps what was asked."""
+
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def body(self, index: int) -> Any:
+        return json.loads(self.asked[index].content)
+
+
+def test_a_run_is_typed_events_and_their_sum() -> None:
+    script = Script(
+        httpx.Response(200, json={"pipelines": [LISTED]}),
+        httpx.Response(
+            200,
+            content=sse(
+                ("start", START),
+                ("retrieval", RETRIEVAL),
+                ("token", {"index": 0, "text": "Hé", "tokens": 1}),
+                ("news", {}),
+                ("token", {"index": 1, "text": "llo", "tokens": 1}),
+                ("done", FINISH),
+            ),
+        ),
+    )
+    run = grid_of(script).pipeline("support").stream("Hi?", variables={"a": "b"})
+    events = list(run)
+    assert [type(event) for event in events] == [Started, Retrieved, Token, Token, Done]
+    assert run.text == "Héllo"
+    answer = run.answer()
+    assert (answer.request_id, answer.finish_reason, answer.warnings) == ("req_1", "stop", ("no cache here",))
+    assert answer.usage.output_tokens == 2
+    assert answer.documents[0].document_id == "d1"
+    assert answer.steps[0].timing_ms == {"total": 30.0, "prefill": 9.0}
+    assert script.asked[1].url.path == "/v1/pipelines/pl-1/invoke"
+    assert script.body(1) == {"input": "Hi?", "stream": True, "variables": {"a": "b"}}
+    assert script.asked[1].headers["x-api-key"] == "zg-key"
+
+
+def test_a_whole_answer_has_the_same_shape() -> None:
+    body = {**START, **FINISH, "output": "Hello", "retrieval": [RETRIEVAL]}
+    script = Script(httpx.Response(200, json=body))
+    answer = grid_of(script).pipeline("pl-1").invoke([{"role": "user", "content": "Hi"}])
+    assert (answer.text, answer.ttft_ms, answer.steps[0].unit_id) == ("Hello", 10.0, "unit-m-0")
+    assert answer.documents[0].metadata == {"status": "published"}
+    assert script.body(0) == {"messages": [{"role": "user", "content": "Hi"}], "stream": False}
+
+
+def test_an_error_in_mid_stream_comes_after_the_text_before_it() -> None:
+    envelope = {"error": {"code": "unit_lost", "message": "gone", "output": "He"}, "request_id": "req_1"}
+    stream = sse(("start", START), ("token", {"index": 0, "text": "He", "tokens": 1}), ("error", envelope))
+    script = Script(httpx.Response(200, content=stream))
+    run = grid_of(script).pipeline("pl-1").stream("Hi")
+    with pytest.raises(UnitLost, match="gone") as caught:
+        list(run)
+    assert run.text == "He"
+    assert caught.value.details["request_id"] == "req_1"
+    assert len(script.asked) == 1
+
+
+def test_a_connection_that_ends_early_is_no_answer_and_is_not_tried_again() -> None:
+    def broken() -> Iterator[bytes]:
+        yield sse(("start", START), ("token", {"index": 0, "text": "He", "tokens": 1}))
+        raise httpx.ReadError("reset")
+
+    for content in (broken(), sse(("start", START))):
+        script = Script(httpx.Response(200, content=content))
+        with pytest.raises(Unreachable):
+            grid_of(script).pipeline("pl-1").stream("Hi").read()
+        assert len(script.asked) == 1
+
+
+def test_refusals_before_the_start_wait_100_ms_growing_by_half() -> None:
+    clock = Clock()
+    script = Script(*[refusal(503, "no_eligible_unit") for _ in range(MAX_RETRIES + 1)])
+    with pytest.raises(NoEligibleUnit) as caught:
+        grid_of(script, clock).pipeline("pl-1").stream("Hi").read()
+    assert clock.waits == pytest.approx([0.1, 0.15, 0.225, 0.3375, 0.50625])
+    assert caught.value.details == {"status": 503, "request_id": "req_9"}
+
+
+def test_retry_after_is_honoured_and_an_unreachable_gateway_is_tried_again() -> None:
+    clock = Clock()
+    script = Script(
+        httpx.ConnectError("refused"),
+        refusal(429, "saturated", {"retry-after": "3"}),
+        httpx.Response(200, json={"units": [{"unit_id": "u"}]}),
+    )
+    assert grid_of(script, clock).units() == [{"unit_id": "u"}]
+    assert clock.waits == pytest.approx([0.1, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, "invalid_request", InvalidRequest),
+        (400, "a_code_of_tomorrow", InvalidRequest),
+        (404, "not_found", NotFound),
+        (409, "conflict", Conflict),
+        (500, "internal_error", InternalError),
+        (504, "deadline_exceeded", DeadlineExceeded),
+    ],
+)
+def test_what_can_not_get_better_is_not_tried_again(status: int, code: str, kind: type[GridError]) -> None:
+    clock = Clock()
+    script = Script(refusal(status, code))
+    with pytest.raises(kind, match=f"it is {code}"):
+        grid_of(script, clock).models()
+    assert clock.waits == []
+
+
+def test_the_retry_schedule() -> None:
+    error = Saturated("full", status=429)
+    assert [retry_wait_s(n, error) for n in range(3)] == [
+        pytest.approx(FIRST_RETRY_S * RETRY_GROWTH**n) for n in range(3)
+    ]
+    assert retry_wait_s(MAX_RETRIES, error) is None
+    assert retry_wait_s(0, Saturated("full", retry_after_s=3600, status=429)) is None
+    assert retry_wait_s(0, error, max_retries=0) is None
+    assert retry_wait_s(0, UnitLost("in mid-answer", status=200)) is None
+
+
+def test_an_answer_that_is_not_a_gateways() -> None:
+    assert isinstance(error_of(502, None), InternalError)
+    with pytest.raises(InternalError, match="is this a gateway"):
+        grid_of(Script(httpx.Response(200, text="<html>"))).models()
+    with pytest.raises(InternalError, match="without an error of the grid's"):
+        grid_of(Script(httpx.Response(404, text="<html>"))).models()
+    with pytest.raises(InternalError, match="more than"):
+        EventParser().feed(b"data: " + b"x" * MAX_EVENT_BYTES)
+
+
+def test_error_details_come_along_and_never_clash_with_fixed_fields() -> None:
+    envelope = {
+        "code": "context_overflow",
+        "message": "m",
+        "param": "input",
+        "prompt_tokens": 9,
+        "retry_after_s": 1,
+    }
+    error = error_of(400, {"error": envelope, "request_id": "req_2"})
+    assert (error.code, error.param) == ("context_overflow", "input")
+    assert error.details == {"prompt_tokens": 9, "status": 400, "request_id": "req_2"}
+
+
+def test_documents_go_in_batches_with_progress() -> None:
+    script = Script(
+        httpx.Response(200, json={"data_sources": [{"name": "help", "data_source_id": "ds-1"}]}),
+        httpx.Response(200, json={"added": 16, "replaced": 0, "document_count": 16}),
+        httpx.Response(200, json={"added": 3, "replaced": 1, "document_count": 19}),
+    )
+    seen: list[tuple[int, int]] = []
+    documents = [{"id": str(n), "text": "x"} for n in range(20)]
+    counts = grid_of(script).add_documents("help", documents, lambda done, total: seen.append((done, total)))
+    assert counts == {"data_source_id": "ds-1", "added": 19, "replaced": 1, "document_count": 19}
+    assert seen == [(16, 20), (20, 20)]
+    assert [len(script.body(n)["documents"]) for n in (1, 2)] == [16, 4]
+
+
+def test_a_create_that_is_tried_again_carries_one_idempotency_key() -> None:
+    script = Script(httpx.ReadError("reset"), httpx.Response(201, json={"pipeline_id": "pl-1"}))
+    grid_of(script).create_pipeline({"name": "support"})
+    keys = {request.headers["idempotency-key"] for request in script.asked}
+    assert len(script.asked) == 2
+    assert len(keys) == 1
+
+
+def test_apply_replaces_the_old_pipeline_only_once_the_new_one_is_active() -> None:
+    new = {**LISTED, "pipeline_id": "pl-2", "status": "deploying"}
+    script = Script(
+        httpx.Response(200, json={"pipelines": [LISTED]}),
+        httpx.Response(201, json=new),
+        httpx.Response(200, json=new),
+        httpx.Response(200, json={**new, "status": "active"}),
+        httpx.Response(200, json={"deleted": True}),
+    )
+    record = grid_of(script).apply_pipeline({"name": "support"})
+    assert record["pipeline_id"] == "pl-2"
+    assert [(r.method, r.url.path) for r in script.asked] == [
+        ("GET", "/v1/pipelines"),
+        ("POST", "/v1/pipelines"),
+        ("GET", "/v1/pipelines/pl-2"),
+        ("GET", "/v1/pipelines/pl-2"),
+        ("DELETE", "/v1/pipelines/pl-1"),
+    ]
+
+
+def test_apply_shows_why_a_pipeline_failed_and_leaves_the_old_one() -> None:
+    failed = {**LISTED, "pipeline_id": "pl-2", "status": "failed", "reason": "no unit runs model-x"}
+    script = Script(
+        httpx.Response(200, json={"pipelines": [LISTED]}),
+        httpx.Response(201, json=failed),
+        httpx.Response(200, json=failed),
+    )
+    with pytest.raises(NoEligibleUnit, match="no unit runs model-x"):
+        grid_of(script).apply_pipeline({"name": "support"})
+    assert all(request.method != "DELETE" for request in script.asked)
+
+
+def test_waiting_for_a_pipeline_is_bounded() -> None:
+    clock = Clock()
+    deploying = {**LISTED, "status": "deploying"}
+    with pytest.raises(DeadlineExceeded, match="still deploying after 2 s"):
+        grid_of(lambda _: httpx.Response(200, json=deploying), clock).pipeline("pl-1").wait_active(2.0)
+    assert sum(clock.waits) == pytest.approx(2.0, abs=0.2)
+
+
+def test_of_several_pipelines_with_one_name_the_newest_active_one_is_meant() -> None:
+    listed = [
+        LISTED,
+        {**LISTED, "pipeline_id": "pl-2", "created_at": "2025-01-02T00:00:00Z"},
+        {**LISTED, "pipeline_id": "pl-3", "created_at": "2025-01-03T00:00:00Z", "status": "failed"},
+    ]
+    script = Script(httpx.Response(200, json={"pipelines": listed}))
+    assert grid_of(script).pipeline("support").read()["pipeline_id"] == "pl-2"
+
+
+def test_leaving_a_run_early_closes_its_connection() -> None:
+    closed = []
+
+    class Endless(httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            yield sse(("start", START))
+            yield sse(("token", {"index": 0, "text": "a", "tokens": 1}))
+
+        def close(self) -> None:
+            closed.append(True)
+
+    grid = grid_of(Script(httpx.Response(200, stream=Endless())))
+    with grid, grid.pipeline("pl-1").stream("Hi") as run:
+        assert isinstance(next(run), Started)
+    assert closed
+
+
+async def test_the_asynchronous_twin_says_the_same() -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await asyncio.sleep(0)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield sse(("start", START), ("token", {"index": 0, "text": "Hello", "tokens": 1}))
+        yield sse(("done", FINISH))
+
+    script = Script(
+        refusal(503, "saturated"),
+        httpx.Response(200, content=pieces()),
+        httpx.Response(200, json={**START, **FINISH, "output": "Hello"}),
+        refusal(404, "not_found"),
+    )
+    transport = httpx.MockTransport(script)
+    async with AsyncGrid("http://cell", "zg-key", transport=transport, sleep=sleep) as grid:
+        pipeline = grid.pipeline("pl-1")
+        async with pipeline.stream("Hi") as run:
+            events = [event async for event in run]
+        assert [type(event) for event in events] == [Started, Token, Done]
+        assert run.text == (await pipeline.invoke("Hi")).text == "Hello"
+        with pytest.raises(NotFound):
+            await pipeline.read()
+    assert waits == [FIRST_RETRY_S]
+
+
+def test_the_twins_have_the_same_methods() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert public(Grid) == public(AsyncGrid)
