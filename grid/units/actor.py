@@ -1,0 +1,268 @@
+"""One compute unit as a process: engine, data-plane server, and the link on which it tells of itself.
+
+A plain class: the supervisor wraps it for Ray, tests use it as it is. It owns the order of a unit's life:
+load the engine, try one token through it, open the server, and only then register.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from grid.config import Config, Model
+from grid.engines.base import EmbeddingEngine, Engine, EngineFacts, Generation
+from grid.engines.registry import build_engine
+from grid.errors import InternalError, UnitLost
+from grid.hardware import catalogue
+from grid.units import events as ev
+from grid.units import machine
+from grid.units.server import UnitServer
+from grid.units.unit import Unit
+from grid.wire.link import Link, Reconnecting
+from grid.wire.messages import Announce, Report
+from grid.words import Message, Sampling, Task, UnitCard, UnitLoad, new_id
+
+log = logging.getLogger(__name__)
+
+REPORT_PERIOD_S = 0.1
+CHECK_PERIOD_S = 1.0
+
+CANARY_LIMIT_S = 120.0
+"""A first token includes warm-up and kernel compilation; far above what any of them took."""
+
+UNIT_LENGTH_TOLERANCE = 1e-3
+"""How far the norm of the canary's vector may be from 1: int8 models round."""
+
+FAREWELL_S = 0.2
+"""Lets the last frames (failed streams, the FAILED report) leave before the process ends."""
+
+CPU_MEMORY_SHARE = 0.5
+"""Of the node's RAM: the grant of a CPU unit that names none. The rest is the cell's other processes'."""
+
+Resolve = Callable[[], Awaitable[tuple[str, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a unit runs."""
+
+    node_id: str
+    host: str
+    """The node's address that gateways can reach."""
+    region: str
+    gpu: str = ""
+    """Catalogue or NVML name of the unit's GPU; "" on CPU cores."""
+
+
+class UnitActor:
+    """One unit of `model`. `resolve_placement` finds the placement actor; `end_process` takes a status."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        unit_id: str,
+        site: Site,
+        *,
+        resolve_placement: Resolve,
+        end_process: Callable[[int], None],
+        engine: Engine | EmbeddingEngine | None = None,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._unit_id = unit_id
+        self._site = site
+        self._resolve_placement = resolve_placement
+        self._end_process = end_process
+        self._engine = engine if engine is not None else build_engine(model, config.cell.state_dir / "models")
+        self._server: UnitServer | None = None
+        self._placement: Reconnecting | None = None
+        self._loops: list[asyncio.Task[None]] = []
+        self._ended = asyncio.Event()
+        self._reason = ""
+
+    # --- control plane: what the supervisor calls -------------------------------------------
+
+    async def start(self) -> UnitCard:
+        """Become ready to serve and register. Raises InternalError with the remedy."""
+        facts = await self._engine.start()
+        await asyncio.wait_for(self._canary(facts), CANARY_LIMIT_S)
+        secret = (self._config.cell.state_dir / "secrets" / "link.key").read_bytes()
+        unit = Unit(card(self._model, self._unit_id, facts, self._site))
+        self._server = UnitServer(unit, self._engine, secret=secret, died=self._died)
+        host, port = await self._server.start(self._site.host)
+        unit.card = unit.card._replace(host=host, port=port)
+        self._placement = Reconnecting(
+            self._resolve_placement,
+            role="unit",
+            peer_id=self._unit_id,
+            secret=secret,
+            on_connected=self._announce,
+        )
+        await self._placement.start()
+        self._loops = [asyncio.create_task(self._report_loop()), asyncio.create_task(self._check_loop())]
+        return unit.card
+
+    async def address(self) -> tuple[str, int]:
+        card = self._ready.unit.card
+        return card.host, card.port
+
+    async def describe(self) -> dict[str, Any]:
+        """Return card, load and counters as plain values. Raises UnitLost before `start` has finished."""
+        server = self._ready
+        return {
+            "card": server.unit.card._asdict(),
+            "load": self._sample()._asdict(),
+            "counters": asdict(server.unit.counters),
+            "pid": os.getpid(),
+        }
+
+    async def drain(self, draining: bool = True) -> None:
+        """Take no new work (or, with False, take it again); what runs goes on."""
+        self._ready.apply(ev.SetDraining(draining))
+        self._report()
+
+    async def ended(self) -> str:
+        """Wait until the unit can't serve any more and return why; a dead process breaks the call off."""
+        await self._ended.wait()
+        return self._reason
+
+    async def stop(self) -> None:
+        """Close links, then the engine. Idempotent."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        self._loops = []
+        if self._placement is not None:
+            await self._placement.close()
+        if self._server is not None:
+            await self._server.close()
+        await self._engine.close()
+        self._reason = self._reason or "stopped"
+        self._ended.set()
+
+    # --- readiness --------------------------------------------------------------------------
+
+    @property
+    def _ready(self) -> UnitServer:
+        if self._server is None:
+            raise UnitLost(f"unit {self._unit_id} has not started yet")
+        return self._server
+
+    async def _canary(self, facts: EngineFacts) -> None:
+        """One token (or one vector) through the engine: a broken kernel shows here, not at a client."""
+        if facts.dimension:
+            rows, _ = await cast(EmbeddingEngine, self._engine).embed(["ready?"])
+            norm = float((rows[0] ** 2).sum()) ** 0.5
+            if rows.shape != (1, facts.dimension) or abs(norm - 1.0) > UNIT_LENGTH_TOLERANCE:
+                raise InternalError(
+                    f"{facts.model} gave a vector of shape {rows.shape} and length {norm:.4f}; "
+                    f"(1, {facts.dimension}) and 1 were expected: prepare the model again"
+                )
+            return
+        engine = cast(Engine, self._engine)
+        prompt = await engine.prepare([Message("user", "ready?")], [], 1)
+        ids: tuple[int, ...] = ()
+        async for step in engine.generate(
+            Generation(
+                f"canary/{new_id('')}", prompt, Sampling(max_output_tokens=1, temperature=0.0), "canary"
+            )
+        ):
+            ids += step.ids
+        if len(ids) != 1:
+            raise InternalError(f"{facts.model} gave {len(ids)} tokens where one was asked for")
+
+    # --- telling of itself ------------------------------------------------------------------
+
+    def _announce(self, link: Link) -> None:
+        link.send(Announce(0, self._ready.unit.card))
+        link.send(self._report_message())
+
+    def _report(self) -> None:
+        link = self._placement.link if self._placement is not None else None
+        if link is not None:
+            link.send(self._report_message())
+
+    def _report_message(self) -> Report:
+        return Report(0, self._site.node_id, (self._sample(),))
+
+    def _sample(self) -> UnitLoad:
+        load = self._ready.load()
+        # Of a GPU unit, memory is what NVML says of its GPU, which this process does not watch.
+        return load if self._model.gpus else load._replace(memory_used_mb=machine.resident_mb())
+
+    async def _report_loop(self) -> None:
+        """Report at 10 Hz without drift; a loop that was late skips what it missed."""
+        due_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            due_s = max(due_s + REPORT_PERIOD_S, now_s)
+            await asyncio.sleep(due_s - now_s)
+            self._report()
+
+    async def _check_loop(self) -> None:
+        """Ask the engine every second whether it lives: an idle one has no stream that would tell."""
+        if self._ready.unit.card.task != Task.GENERATE:
+            return
+        engine = cast(Engine, self._engine)
+        while True:
+            await asyncio.sleep(CHECK_PERIOD_S)
+            try:
+                await engine.check()
+            except UnitLost as lost:
+                self._ready.apply(ev.EngineDied(lost.message))
+                return
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def _died(self, reason: str) -> None:
+        """The engine is dead: say so to placement and supervisor, then end the process."""
+        log.error("unit %s ends: %s", self._unit_id, reason)
+        self._report()
+        self._reason = reason
+        self._ended.set()
+        asyncio.get_running_loop().call_later(FAREWELL_S, self._end_process, 1)
+
+
+def card(model: Model, unit_id: str, facts: EngineFacts, site: Site) -> UnitCard:
+    """Return the card of a unit that has not opened its server yet (port 0)."""
+    gpu, gpus, memory_mb = _owned(model, site)
+    return UnitCard(
+        unit_id=unit_id,
+        incarnation=new_id("inc-"),
+        host=site.host,
+        port=0,
+        node_id=site.node_id,
+        region=site.region,
+        task=int(Task.EMBED if facts.dimension else Task.GENERATE),
+        model=facts.model,
+        precision=int(facts.precision),
+        fingerprint=facts.fingerprint,
+        context_tokens=facts.context_tokens,
+        gpu_type=gpu.name,
+        gpus=gpus,
+        memory_grant_mb=model.memory_grant_mb or memory_mb,
+        max_running=model.max_running,
+        max_waiting=model.max_waiting,
+        cu_factor=gpu.cu_factor * (gpus or 1.0),
+        simulated=facts.simulated,
+        dimension=facts.dimension,
+        prefill_tokens_per_s=facts.prefill_tokens_per_s,
+        decode_ms_per_token=facts.decode_ms_per_token,
+    )
+
+
+def _owned(model: Model, site: Site) -> tuple[catalogue.GpuModel, float, int]:
+    """Return the hardware that the unit owns (or pretends to), how much of it, and its memory in MB."""
+    if model.engine == "simulated":
+        gpu, gpus = catalogue.find(model.simulated.gpu), model.gpus or 1.0
+    elif model.gpus:
+        gpu, gpus = catalogue.find(site.gpu), model.gpus
+    else:
+        return catalogue.find("CPU"), 0.0, int(machine.physical_mb() * CPU_MEMORY_SHARE)
+    return gpu, gpus, int(gpu.memory_mb * gpus)

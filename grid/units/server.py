@@ -1,0 +1,222 @@
+"""The data-plane server of one unit: a thin shell around `Unit` that owns connections and engine tasks.
+
+Frames and answers of the engine become events; effects become frames and tasks. `unit.py` decides everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, cast
+
+from grid.engines.base import EmbeddingEngine, Engine, Step
+from grid.errors import GridError, InternalError
+from grid.units import events as ev
+from grid.units.outbox import Outbox
+from grid.units.unit import Unit
+from grid.wire.link import LinkServer, Peer
+from grid.wire.messages import Cancel, Embed, Submit, WireMessage
+from grid.words import UnitLoad
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+"""How exact deadlines are, and how soon a peer that reads again gets what was held for it."""
+
+
+class UnitServer:
+    """Serves one unit's streams to gateways. `died` is called once, when the engine can't serve any more."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        engine: Engine | EmbeddingEngine,
+        *,
+        secret: bytes,
+        died: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.unit = unit
+        self._engine = engine
+        self._died = died
+        self._clock = clock
+        self._server = LinkServer(role="unit", peer_id=unit.card.unit_id, secret=secret, handler=self)
+        self._peers: dict[int, Peer] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._encoding: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._effects: deque[ev.Effect] = deque()
+        self._carrying_out = False
+
+    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        return await self._server.start(host, port)
+
+    async def close(self, code: str = "unit_lost", message: str = "the unit stops") -> None:
+        """Close every connection and end every task of the engine."""
+        await self._server.close(code, message)
+        for peer in list(self._peers.values()):
+            self.disconnected(peer, message)
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def load(self) -> UnitLoad:
+        return self.unit.load(self._engine.load())
+
+    def apply(self, event: ev.Event) -> None:
+        """Hand one event to the unit and carry out what it asks for.
+
+        Carrying out an effect may bring the next event (closing a link reports it gone): its effects queue
+        up behind, so that effects are always carried out in the order in which the unit asked.
+        """
+        self._effects.extend(self.unit.handle(event, self._clock()))
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._effects:
+                self._carry_out(self._effects.popleft())
+        finally:
+            self._carrying_out = False
+        if self._timer is None and not self._is_quiet:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    # --- the link's handler -----------------------------------------------------------------
+
+    def connected(self, peer: Peer) -> None:
+        self._peers[peer.link_id] = peer
+
+    def received(self, peer: Peer, message: WireMessage) -> None:
+        if isinstance(message, Submit):
+            self.apply(ev.Submitted(peer.link_id, message))
+        elif isinstance(message, Cancel):
+            self.apply(ev.CancelAsked(peer.link_id, message.stream))
+        elif isinstance(message, Embed):
+            self.apply(ev.EmbedAsked(peer.link_id, message))
+        else:
+            log.warning("a unit takes no %s; ignored (from %s)", type(message).__name__, peer.peer_id)
+
+    def disconnected(self, peer: Peer, reason: str) -> None:
+        if self._peers.pop(peer.link_id, None) is None:
+            return
+        self._outboxes.pop(peer.link_id, None)
+        self.apply(ev.PeerLost(peer.link_id))
+
+    # --- effects ----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Send(peer, message):
+                self._send(peer, message)
+            case ev.Prepare():
+                self._spawn(effect.job, self._prepare(effect))
+            case ev.Generate():
+                self._spawn(effect.job, self._generate(effect), releases=True)
+            case ev.Encode():
+                self._spawn(effect.job, self._encode(effect), releases=True)
+            case ev.Abort(job):
+                self._abort(job)
+            case ev.Drop(link_id, code, text):
+                self._drop(link_id, code, text)
+            case ev.Died(reason):
+                self._died(reason)
+
+    def _send(self, link_id: int, message: WireMessage) -> None:
+        peer = self._peers.get(link_id)
+        if peer is None:
+            return
+        outbox = self._outboxes.get(link_id)
+        if outbox is None and not peer.is_paused:
+            peer.send(message)
+            return
+        if outbox is None:
+            outbox = self._outboxes[link_id] = Outbox()
+        outbox.hold(message)
+        if outbox.is_full:
+            self._drop(link_id, "saturated", "the peer does not read what it asked for")
+
+    def _drop(self, link_id: int, code: str, text: str) -> None:
+        """Close a connection; its streams end when the link reports it gone."""
+        peer = self._peers.get(link_id)
+        if peer is not None:
+            log.warning("closing the link of %s: %s", peer.peer_id, text)
+            self._outboxes.pop(link_id, None)
+            peer.close(code, text)
+
+    # --- the engine's tasks -----------------------------------------------------------------
+
+    def _spawn(self, job: int, work: Coroutine[Any, Any, None], *, releases: bool = False) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[job] = task
+        task.add_done_callback(lambda ended: self._ended(job, ended, releases))
+
+    def _ended(self, job: int, task: asyncio.Task[None], releases: bool) -> None:
+        # A done callback, not a `finally` in the task: a task cancelled before its first step runs no code.
+        if self._tasks.get(job) is task:
+            del self._tasks[job]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.apply(ev.Broke(job, self._as_grid_error(error)))
+        if releases:
+            self.apply(ev.Released(job))
+
+    def _abort(self, job: int) -> None:
+        # An encode call runs to its end: what it computes can't be stopped, so neither can its slot be free.
+        task = self._tasks.get(job)
+        if task is not None and job not in self._encoding:
+            task.cancel()
+
+    async def _prepare(self, effect: ev.Prepare) -> None:
+        engine = cast(Engine, self._engine)
+        prepared = await engine.prepare(effect.messages, effect.documents, effect.max_output_tokens)
+        self.apply(ev.PromptReady(effect.job, prepared))
+
+    async def _generate(self, effect: ev.Generate) -> None:
+        engine = cast(Engine, self._engine)
+        steps = cast("AsyncGenerator[Step, None]", engine.generate(effect.generation))
+        async with aclosing(steps):
+            async for step in steps:
+                self.apply(ev.Stepped(effect.job, step))
+                if step.finish_reason is not None:
+                    return
+
+    async def _encode(self, effect: ev.Encode) -> None:
+        engine = cast(EmbeddingEngine, self._engine)
+        self._encoding.add(effect.job)
+        try:
+            rows, input_tokens = await engine.embed(effect.texts)
+        finally:
+            self._encoding.discard(effect.job)
+        data = rows.astype("<f4", copy=False).tobytes()
+        self.apply(ev.Encoded(effect.job, int(rows.shape[1]), data, input_tokens))
+
+    def _as_grid_error(self, error: BaseException) -> GridError:
+        if isinstance(error, GridError):
+            return error
+        where = "".join(traceback.format_tb(error.__traceback__))  # not the message: it could quote a prompt
+        log.error("the engine of %s raised %s\n%s", self.unit.card.unit_id, type(error).__name__, where)
+        return InternalError(f"the engine raised {type(error).__name__}")
+
+    # --- time -------------------------------------------------------------------------------
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self.unit.is_idle and not self._outboxes
+
+    def _tick(self) -> None:
+        self._timer = None
+        for link_id, outbox in list(self._outboxes.items()):
+            peer = self._peers[link_id]
+            if not peer.is_paused:
+                del self._outboxes[link_id]
+                for message in outbox.take():
+                    peer.send(message)
+        self.apply(ev.Tick())
