@@ -1,0 +1,282 @@
+"""The placement actor: sockets, clock and chance around the view. It alone writes the view.
+
+A message is taken whole inside `received`, which never awaits: between a decision and its reservation
+nothing else can run, so simultaneous requests see each other. Everything that a peer gets wrong ends in a
+typed refusal or a counter, never in an exception. The composition root makes a Ray actor of this class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from grid.config import Config
+from grid.errors import Forbidden, GridError, InternalError, NotFound
+from grid.wire.link import LinkServer, Peer
+from grid.wire.messages import (
+    Announce,
+    Decided,
+    DrainUnit,
+    Fleet,
+    Place,
+    Refused,
+    Report,
+    Settle,
+    Watch,
+    WireMessage,
+)
+from placement.decide import decide
+from placement.fleet import Rules, View
+from placement.freshness import TICK_S
+
+log = logging.getLogger(__name__)
+
+PUSH_PERIOD_S = 1.0
+"""How often watchers get the view when no membership changed: load for people and metrics."""
+
+PUSH_GAP_S = 0.05
+"""Least time between two pushes: a thousand units that join at once cost a few pushes, not a thousand."""
+
+DECIDE_SAMPLES = 1024
+"""Newest decision times kept for the percentiles of `stats`."""
+
+
+def rules_of(config: Config) -> Rules:
+    return Rules(
+        aliases={name: alias.model for name, alias in config.aliases.items()},
+        lease_s=config.placement.lease_s,
+        stale_after_s=config.placement.stale_after_ms / 1e3,
+        prefer_region_wait_ms=config.placement.prefer_region_wait_ms,
+    )
+
+
+class Duty(NamedTuple):
+    """Who may send a message, and what happens then."""
+
+    roles: frozenset[str]
+    act: Callable[[Peer, Any, float], None]
+
+
+class PlacementActor:
+    """Serves one cell. `clock` gives monotonic seconds; `rng` breaks ties between equal units."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secret: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._config = config
+        self._listen_on = (host, port)
+        self._secret = secret
+        self._clock = clock
+        self._rng = rng or random.Random()
+        # Milliseconds of wall time: a restarted actor's versions are above all that it gave out before.
+        self._view = View(rules_of(config), clock(), first_version=time.time_ns() // 1_000_000)
+        self._watchers: set[Peer] = set()
+        self._pushed_version = 0
+        self._pushed_s = -PUSH_PERIOD_S
+        self._push_timer: asyncio.TimerHandle | None = None
+        self._counts: Counter[str] = Counter()
+        self._decide_us: deque[float] = deque(maxlen=DECIDE_SAMPLES)
+        self._mass_stale = False
+        self._server: LinkServer | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._address: asyncio.Task[tuple[str, int]] | None = None
+        gateways, units = frozenset({"gateway"}), frozenset({"unit"})
+        self._duties: dict[type[WireMessage], Duty] = {
+            Place: Duty(gateways, self._place),
+            Settle: Duty(gateways, self._settle),
+            Watch: Duty(gateways | {"supervisor"}, self._watch),
+            DrainUnit: Duty(gateways | {"supervisor"}, self._drain),
+            Announce: Duty(units, self._announce),
+            Report: Duty(units, self._report),
+        }
+
+    # --- control plane ----------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen. Idempotent; raises OSError when the address can't be had or the secret not read."""
+        await self.address()
+
+    async def address(self) -> tuple[str, int]:
+        """Return where the link listens; starts listening when first asked, as after a restart."""
+        failed = self._address is not None and self._address.done() and self._address.exception() is not None
+        if self._address is None or failed:
+            self._address = asyncio.create_task(self._start())
+        return await asyncio.shield(self._address)
+
+    async def _start(self) -> tuple[str, int]:
+        secret = self._secret or (self._config.cell.state_dir / "secrets" / "link.key").read_bytes()
+        self._server = LinkServer(
+            role="placement", peer_id=self._config.cell.name, secret=secret, handler=self
+        )
+        address = await self._server.start(*self._listen_on)
+        self._ticker = asyncio.create_task(self._tick_loop())
+        return address
+
+    async def close(self) -> None:
+        if self._push_timer is not None:
+            self._push_timer.cancel()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        if self._server is not None:
+            await self._server.close()
+
+    async def stats(self) -> dict[str, Any]:
+        """Return counts and percentiles as plain values; no request's content is among them."""
+        spent = sorted(self._decide_us)
+        return {
+            "units": len(self._view.units),
+            "fleet_version": self._view.version,
+            "reservations": self._view.reservations,
+            "load": self._view.loads(),
+            "watchers": len(self._watchers),
+            "mass_stale": self._mass_stale,
+            "counts": dict(self._counts),
+            "dropped": dict(self._view.dropped),
+            "last_flaw": self._view.last_flaw,
+            "decide_us_p50": spent[len(spent) // 2] if spent else 0.0,
+            "decide_us_p99": spent[len(spent) * 99 // 100] if spent else 0.0,
+        }
+
+    # --- data plane: the link's handler -----------------------------------------------------
+
+    def connected(self, peer: Peer) -> None:
+        self._counts[f"connected_{peer.role}"] += 1
+
+    def received(self, peer: Peer, message: WireMessage) -> None:
+        duty = self._duties.get(type(message))
+        if duty is None:
+            self._counts["unexpected"] += 1
+            return
+        try:
+            if peer.role not in duty.roles:
+                raise Forbidden(f"a {peer.role} may not send {type(message).__name__}")
+            duty.act(peer, message, self._clock())
+        except GridError as error:
+            self._counts[f"refused_{error.code}"] += 1
+            self._refuse(peer, message, error)
+        except Exception as error:
+            # A bug: it costs this one message, and the cell goes on deciding.
+            self._counts["bugs"] += 1
+            log.exception("a %s from %s %s was not handled", type(message).__name__, peer.role, peer.peer_id)
+            self._refuse(
+                peer, message, InternalError(f"placement failed ({type(error).__name__}); see its log")
+            )
+        self._push_if_changed()
+
+    def disconnected(self, peer: Peer, reason: str) -> None:
+        self._watchers.discard(peer)
+        released = self._view.release_holder(peer.link_id)
+        gone = self._view.leave(peer.link_id)
+        if gone or released:
+            log.info(
+                "%s %s left (%s): units %s, reservations released %d",
+                *(peer.role, peer.peer_id, reason, ", ".join(gone) or "none", released),
+            )
+        self._counts["reservations_released"] += released
+        self._push_if_changed()
+
+    def _refuse(self, peer: Peer, message: WireMessage, error: GridError) -> None:
+        refused = Refused(
+            message[0], error.code, error.message, error.param, error.retry_after_s, error.details
+        )
+        peer.send(refused)
+
+    # --- one method a message ---------------------------------------------------------------
+
+    def _place(self, peer: Peer, message: Place, now_s: float) -> None:
+        request = message.request
+        if not request.dry_run:
+            # Asked again, by a gateway that lost its link or its patience: the first answer is void.
+            self._view.withdraw(request.reservation_id)
+        began_ns = time.perf_counter_ns()
+        decision = decide(request, self._view, now_s, self._rng)
+        spent_us = (time.perf_counter_ns() - began_ns) / 1e3
+        if not request.dry_run:
+            self._view.reserve(request, decision.chosen.unit_id, peer.link_id, now_s)
+        self._decide_us.append(spent_us)
+        self._counts["decided_dry" if request.dry_run else "decided"] += 1
+        peer.send(Decided(message.stream, decision._replace(decide_us=spent_us)))
+
+    def _settle(self, peer: Peer, message: Settle, now_s: float) -> None:
+        held = self._view.settle(message.reservation_id, message.outcome, now_s)
+        self._counts["settled" if held else "settled_unknown"] += 1
+
+    def _watch(self, peer: Peer, message: Watch, now_s: float) -> None:
+        self._watchers.add(peer)
+        self._push([peer], now_s)
+
+    def _drain(self, peer: Peer, message: DrainUnit, now_s: float) -> None:
+        if not self._view.drain(message.unit_id, message.draining):
+            raise NotFound(f"unit {message.unit_id!r} is unknown; see `grid units`", param="unit_id")
+        log.info("unit %s: draining %s, asked by %s", message.unit_id, message.draining, peer.peer_id)
+
+    def _announce(self, peer: Peer, message: Announce, now_s: float) -> None:
+        try:
+            self._view.join(message.card, peer.link_id)
+        except GridError as error:
+            log.warning("refused: %s", error.message)
+            raise
+        log.info("unit %s joined (%s, %s)", message.card.unit_id, message.card.model, message.card.region)
+
+    def _report(self, peer: Peer, message: Report, now_s: float) -> None:
+        self._view.report(message.loads, peer.link_id, now_s)
+
+    # --- time -------------------------------------------------------------------------------
+
+    async def _tick_loop(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._tick(self._clock())
+            except Exception:
+                self._counts["bugs"] += 1
+                log.exception("a tick failed")
+
+    def _tick(self, now_s: float) -> None:
+        self._counts["leases_expired"] += self._view.tick(now_s)
+        mass_stale = self._view.fresh(now_s)[1]
+        if mass_stale != self._mass_stale:
+            self._mass_stale = mass_stale
+            level = logging.ERROR if mass_stale else logging.INFO
+            log.log(level, "most units stale together: %s; reservations are trusted meanwhile", mass_stale)
+        if now_s - self._pushed_s >= PUSH_PERIOD_S:
+            self._push_all()
+
+    # --- pushing the view -------------------------------------------------------------------
+
+    def _push_if_changed(self) -> None:
+        """Push a changed membership at once, and all that change within PUSH_GAP_S together."""
+        if self._view.version == self._pushed_version or self._push_timer is not None:
+            return
+        wait_s = max(0.0, self._pushed_s + PUSH_GAP_S - self._clock())
+        self._push_timer = asyncio.get_running_loop().call_later(wait_s, self._push_all)
+
+    def _push_all(self) -> None:
+        if self._push_timer is not None:
+            self._push_timer.cancel()
+            self._push_timer = None
+        now_s = self._clock()
+        self._pushed_s, self._pushed_version = now_s, self._view.version
+        self._push([peer for peer in self._watchers if not peer.is_paused], now_s)
+
+    def _push(self, peers: list[Peer], now_s: float) -> None:
+        """Send the view; whoever does not read is skipped, because the next push replaces this one."""
+        if peers:
+            fleet = Fleet(0, self._view.version, self._view.snapshot(now_s))
+            for peer in peers:
+                peer.send(fleet)

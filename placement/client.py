@@ -1,0 +1,204 @@
+"""The gateway's side of placement: ask for a unit, say when its use ended, hear of the fleet.
+
+Owns one link to the placement actor. A caller may be cancelled at any moment: until `place` returns, the
+reservation is this client's to end; from then on it is the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from grid.errors import GridError, InternalError, Saturated, UnitLost, revive
+from grid.wire.codec import MAX_FRAME_BYTES
+from grid.wire.link import Link, LinkStream, Peer, Reconnecting
+from grid.wire.messages import Decided, Fleet, Place, Refused, Settle, Watch, WireMessage
+from grid.words import Decision, PlacementRequest
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+"""The actor is restarted within seconds; its clients are told to come back after one."""
+
+ORPHAN_S = 30.0
+"""How long an unwanted answer is waited for; after that the lease ends what it reserved."""
+
+Resolve = Callable[[], Awaitable[tuple[str, int]]]
+FleetCallback = Callable[[Fleet], None]
+
+
+class PlacementClient:
+    """`resolve` returns the placement actor's current address; it is asked before every dial."""
+
+    def __init__(self, resolve: Resolve, *, peer_id: str, secret: bytes) -> None:
+        self._fleet = Fleet(0, 0, ())
+        self._callbacks: list[FleetCallback] = []
+        self._orphans: dict[str, asyncio.Task[None]] = {}
+        self._reconnecting = Reconnecting(
+            resolve,
+            role="gateway",
+            peer_id=peer_id,
+            secret=secret,
+            handler=_Listener(self._take),
+            on_connected=lambda link: link.send(Watch(0)),
+        )
+
+    async def start(self) -> None:
+        """Begin to connect; returns at once."""
+        await self._reconnecting.start()
+
+    async def close(self) -> None:
+        """Leave. The actor releases what this client still holds and no unit reports."""
+        orphans = list(self._orphans.values())
+        for task in orphans:
+            task.cancel()
+        await asyncio.gather(*orphans, return_exceptions=True)
+        await self._reconnecting.close()
+
+    @property
+    def connected(self) -> bool:
+        return self._reconnecting.link is not None
+
+    @property
+    def fleet(self) -> Fleet:
+        """The newest view that was pushed; version 0 before the first, kept while disconnected."""
+        return self._fleet
+
+    def on_fleet(self, callback: FleetCallback) -> None:
+        """Call `callback` whenever a view with another version arrives. It must not block."""
+        self._callbacks.append(callback)
+
+    async def place(self, request: PlacementRequest, timeout_s: float) -> Decision:
+        """Return the decision for `request`; its reservation is then the caller's to settle.
+
+        Raises what the actor refuses with (NoEligibleUnit, Saturated, InvalidRequest), and Saturated when
+        it can't be reached or doesn't answer in time. A link that is lost meanwhile is waited for, and the
+        request asked again: the actor released what the lost link held. Cancelling leaves no reservation.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            link = self._reconnecting.link or await self._wait(deadline_s)
+            try:
+                return await self._ask(link, request, deadline_s)
+            except UnitLost as lost:
+                log.info("placement was lost while deciding (%s); asking again", lost.message)
+
+    def settle(
+        self,
+        reservation_id: str,
+        outcome: str,
+        *,
+        input_tokens: int = 0,
+        output_tokens: int = 0,
+        ttft_ms: float = 0.0,
+        total_ms: float = 0.0,
+    ) -> None:
+        """End a reservation: `done`, `failed`, `refused` or `cancelled`. Never fails and never waits.
+
+        Without a link nothing is sent: the actor has released the reservation, or its unit reports its end.
+        """
+        link = self._reconnecting.link
+        if link is not None:
+            link.send(Settle(0, reservation_id, outcome, input_tokens, output_tokens, ttft_ms, total_ms))
+
+    # --- asking -----------------------------------------------------------------------------
+
+    async def _wait(self, deadline_s: float) -> Link:
+        left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+        try:
+            return await self._reconnecting.wait(left_s)
+        except UnitLost as lost:
+            raise Saturated(
+                f"the placement actor can't be reached: {lost.message}", retry_after_s=RETRY_AFTER_S
+            ) from None
+
+    async def _ask(self, link: Link, request: PlacementRequest, deadline_s: float) -> Decision:
+        # A dry run lists every unit, so only the frame bounds an answer.
+        stream = link.open(MAX_FRAME_BYTES)
+        try:
+            stream.send(Place(stream.id, request))
+        except BaseException:
+            stream.close()
+            raise
+        # The actor ends what the same reservation held before, so an earlier unwanted answer is moot,
+        # and settling it would now end the new one.
+        if (earlier := self._orphans.pop(request.reservation_id, None)) is not None:
+            earlier.cancel()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                answer = (await stream.receive())[0]
+        except UnitLost:
+            stream.close()
+            raise
+        except BaseException as error:
+            self._adopt(link, stream, request)
+            if isinstance(error, TimeoutError):
+                raise Saturated(
+                    "the placement actor did not answer in time", retry_after_s=RETRY_AFTER_S
+                ) from None
+            raise
+        stream.close()
+        if isinstance(answer, Decided):
+            return answer.decision
+        if isinstance(answer, Refused):
+            raise revive(
+                answer.code,
+                answer.message,
+                param=answer.param,
+                retry_after_s=answer.retry_after_s,
+                details=answer.details,
+            )
+        raise InternalError(f"placement answered with {type(answer).__name__}")
+
+    def _adopt(self, link: Link, stream: LinkStream, request: PlacementRequest) -> None:
+        """Take over an answer that its caller no longer waits for, and settle what it reserved."""
+        task = asyncio.create_task(self._settle_orphan(link, stream, request))
+        self._orphans[request.reservation_id] = task
+        task.add_done_callback(lambda _: self._forget(request.reservation_id, task))
+
+    def _forget(self, reservation_id: str, task: asyncio.Task[None]) -> None:
+        if self._orphans.get(reservation_id) is task:
+            del self._orphans[reservation_id]
+
+    async def _settle_orphan(self, link: Link, stream: LinkStream, request: PlacementRequest) -> None:
+        try:
+            async with asyncio.timeout(ORPHAN_S):
+                answer = (await stream.receive())[0]
+            if isinstance(answer, Decided) and not request.dry_run:
+                link.send(Settle(0, request.reservation_id, "cancelled"))
+        except (GridError, TimeoutError):
+            # A lost link's reservations are released by the actor, a silent actor's by their leases.
+            pass
+        finally:
+            stream.close()
+
+    # --- hearing of the fleet ---------------------------------------------------------------
+
+    def _take(self, fleet: Fleet) -> None:
+        is_news = fleet.version != self._fleet.version
+        self._fleet = fleet
+        if not is_news:
+            return
+        for callback in self._callbacks:
+            try:
+                callback(fleet)
+            except Exception:
+                log.exception("a fleet callback failed")
+
+
+class _Listener:
+    """The link's handler: hands pushed views on."""
+
+    def __init__(self, take: FleetCallback) -> None:
+        self._take = take
+
+    def connected(self, peer: Peer) -> None:
+        log.info("connected to placement at %s:%d", peer.host, peer.port)
+
+    def received(self, peer: Peer, message: WireMessage) -> None:
+        if isinstance(message, Fleet):
+            self._take(message)
+
+    def disconnected(self, peer: Peer, reason: str) -> None:
+        log.info("the link with placement ended: %s", reason)

@@ -1,0 +1,168 @@
+"""Units as rows, facts as columns: what filters and costs compute on. Storage only; no rule lives here.
+
+Rows are dense: row i of every column is unit i, and the last row moves into the place of a removed one. A
+column attribute is always exactly as long as the fleet, so that no reader needs a length or a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Mask = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+FIRST_CAPACITY = 16
+
+_DTYPES: dict[str, Any] = {
+    "task": np.int64,
+    "model": np.int64,
+    "region": np.int64,
+    "precision": np.int64,
+    "memory_grant_mb": np.int64,
+    "context_tokens": np.int64,
+    "max_running": np.int64,
+    "capacity": np.int64,
+    "prefill_ms_per_token": np.float64,
+    "decode_ms_per_token": np.float64,
+    "batch_growth": np.float64,
+    "state": np.int64,
+    "drained": np.bool_,
+    "suspect_until_s": np.float64,
+    "sampled_s": np.float64,
+    "reported": np.int64,
+    "prefill_tokens_queued": np.int64,
+    "kv_tokens_free": np.int64,
+    "kv_tokens_total": np.int64,
+    "released": np.int64,
+    "unseen": np.int64,
+    "unseen_prompt_tokens": np.int64,
+    "unseen_kv_tokens": np.int64,
+}
+
+
+class Columns:
+    """One array a fact, one row a unit. Counts are integers, so that sums and differences stay exact."""
+
+    # Fixed while a unit lives.
+    task: Ints
+    model: Ints
+    """Number of the name in the view's `models`."""
+    region: Ints
+    """Number of the name in the view's `regions`."""
+    precision: Ints
+    memory_grant_mb: Ints
+    context_tokens: Ints
+    max_running: Ints
+    capacity: Ints
+    """Running and waiting together."""
+    prefill_ms_per_token: Floats
+    decode_ms_per_token: Floats
+    """One decode step of a lone request."""
+    batch_growth: Floats
+    """By what share of a lone request's step each further request lengthens it."""
+    # What may change.
+    state: Ints
+    drained: Mask
+    """By an operator; the unit's own draining is a state."""
+    suspect_until_s: Floats
+    sampled_s: Floats
+    """Observed time of the newest sample; -inf before the first."""
+    reported: Ints
+    """Requests that the newest sample holds."""
+    prefill_tokens_queued: Ints
+    kv_tokens_free: Ints
+    kv_tokens_total: Ints
+    """0 where the engine keeps no KV cache or doesn't say."""
+    released: Ints
+    """Reservations in the newest sample that were settled since."""
+    unseen: Ints
+    """Reservations that the newest sample does not hold."""
+    unseen_prompt_tokens: Ints
+    unseen_kv_tokens: Ints
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._full: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(FIRST_CAPACITY, dtype) for name, dtype in _DTYPES.items()
+        }
+        self._show()
+
+    @property
+    def load(self) -> Ints:
+        """Requests on each unit: reported, less those settled since, plus those not seen yet."""
+        load: Ints = self.reported - self.released + self.unseen
+        return load
+
+    def append(self) -> int:
+        """Add a zeroed row and return its number."""
+        if self.size == len(self._full["task"]):
+            for name, column in self._full.items():
+                self._full[name] = np.concatenate([column, np.zeros_like(column)])
+        row = self.size
+        for column in self._full.values():
+            column[row] = 0
+        self.size += 1
+        self._show()
+        return row
+
+    def remove(self, row: int) -> None:
+        """Remove `row`; the last row takes its number."""
+        last = self.size - 1
+        for column in self._full.values():
+            column[row] = column[last]
+        self.size = last
+        self._show()
+
+    def _show(self) -> None:
+        for name, column in self._full.items():
+            setattr(self, name, column[: self.size])
+
+
+class Names:
+    """Strings as small numbers, kept while held: a rule is asked once a name, not once a unit."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
+        self._holds: list[int] = []
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def hold(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            if self._free:
+                number = self._free.pop()
+                self._names[number] = name
+            else:
+                number = len(self._names)
+                self._names.append(name)
+                self._holds.append(0)
+            self._numbers[name] = number
+        self._holds[number] += 1
+        return number
+
+    def drop(self, number: int) -> None:
+        """Undo one `hold`; the last one frees the number."""
+        self._holds[number] -= 1
+        if self._holds[number] == 0:
+            del self._numbers[self._names[number]]
+            self._free.append(number)
+
+    def number(self, name: str) -> int:
+        """Return the number of `name`, or -1 when nothing holds it."""
+        return self._numbers.get(name, -1)
+
+    def where(self, rule: Callable[[str], bool]) -> Mask:
+        """Return the answer of `rule` for each number, shape (numbers ever used at once,)."""
+        answers = np.zeros(len(self._names), np.bool_)
+        for name, number in self._numbers.items():
+            answers[number] = rule(name)
+        return answers

@@ -1,0 +1,140 @@
+"""One decision: filter, price, order, pick. A pure function of request, view, now and a random source.
+
+The order is (region tier, cost). Tiers follow `prefer_regions` strictly: the first named region, then the
+second, …, then every other region; a unit whose predicted wait passes the bound leaves its tier for the
+last, where only cost counts. Ties are broken at random, so that deciders do not all favour the first row.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from grid.errors import GridError, InvalidRequest, NoEligibleUnit, Saturated
+from grid.words import Candidate, Decision, PlacementRequest
+from placement import cost
+from placement.columns import Floats, Ints
+from placement.filters import WAITING_HELPS, Question, Sifted, reasons, rejections, sift
+from placement.fleet import View
+from placement.reports import MAX_COUNT
+
+NEXT_BEST = 3
+"""Enough to explain a choice and to try elsewhere; a longer list is a dry run's business."""
+
+MAX_REASONS = 8
+"""Sentences in an error that people read."""
+
+TIE_MS = 1e-6
+"""Costs this close are equal: far below what any prediction means, far above rounding."""
+
+MIN_RETRY_AFTER_S = 0.1
+MAX_RETRY_AFTER_S = 30.0
+"""A client told to stay away longer would miss units that come back."""
+
+
+def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Random) -> Decision:
+    """Choose a unit for `request`; reserve nothing (that is the caller's next step, unless a dry run).
+
+    Raises InvalidRequest for counts that make no sense, Saturated when units could run it but are full or
+    silent, else NoEligibleUnit. Both refusals carry `rejected_by_code`, `reasons` and `ever`.
+    """
+    _check(request)
+    question = Question(request, view, now_s)
+    sifted = sift(question)
+    if not len(sifted.rows):
+        raise _refusal(question, sifted)
+    costs = cost.predict(request, view.columns, sifted.rows)
+    order = _best_first(question, sifted.rows, costs, rng)
+    candidates = tuple(_candidate(view, int(sifted.rows[index]), costs, int(index)) for index in order)
+    return Decision(
+        reservation_id=request.reservation_id,
+        chosen=candidates[0],
+        next_best=candidates[1:],
+        rejected_by_code=sifted.counts,
+        rejections=rejections(question, sifted) if request.dry_run else (),
+        model=question.model,
+        lease_ms=1e3 * view.rules.lease_s,
+        fleet_version=view.version,
+        decide_us=0.0,
+        stale_view=question.mass_stale,
+    )
+
+
+def _check(request: PlacementRequest) -> None:
+    for field in ("prompt_tokens", "max_output_tokens", "min_memory_mb"):
+        count = getattr(request, field)
+        if not 0 <= count < MAX_COUNT:
+            raise InvalidRequest(f"{field} is {count!r}; 0 to {MAX_COUNT - 1} is allowed", param=field)
+
+
+def _tiers(question: Question, rows: Ints, wait_ms: Floats) -> Ints:
+    """Return each row's region tier, lower first."""
+    view, preferred = question.view, question.request.prefer_regions
+    if not preferred:
+        return np.zeros(len(rows), np.int64)
+    region = view.columns.region[rows]
+    tier = np.full(len(rows), len(preferred), np.int64)
+    for index in reversed(range(len(preferred))):
+        tier[region == view.regions.number(preferred[index])] = index
+    tier[wait_ms > view.rules.prefer_region_wait_ms] = len(preferred) + 1
+    return tier
+
+
+def _best_first(question: Question, rows: Ints, costs: cost.Costs, rng: random.Random) -> list[int]:
+    """Return indices into `rows`: the pick, then the next best."""
+    total_ms = costs.total_ms
+    tier = _tiers(question, rows, costs.network_ms + costs.queue_ms)
+    key = total_ms + tier * (total_ms.max() + 1.0)
+    ties = np.flatnonzero(key <= key.min() + TIE_MS)
+    pick = int(ties[rng.randrange(len(ties))])
+    # One more than the next best, because the pick may be among them.
+    shortlist = np.arange(len(key))
+    if len(key) > NEXT_BEST + 1:
+        shortlist = np.argpartition(key, NEXT_BEST)[: NEXT_BEST + 1]
+    ordered = shortlist[np.argsort(key[shortlist], kind="stable")]
+    return [pick, *(int(index) for index in ordered if index != pick)][: NEXT_BEST + 1]
+
+
+def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate:
+    card = view.units[row].card
+    return Candidate(
+        unit_id=card.unit_id,
+        incarnation=card.incarnation,
+        host=card.host,
+        port=card.port,
+        region=card.region,
+        model=card.model,
+        precision=card.precision,
+        gpu_type=card.gpu_type,
+        simulated=card.simulated,
+        network_ms=float(costs.network_ms[index]),
+        queue_ms=float(costs.queue_ms[index]),
+        prefill_ms=float(costs.prefill_ms[index]),
+        decode_ms=float(costs.decode_ms[index]),
+        pressure_ms=float(costs.pressure_ms[index]),
+        cu_factor=card.cu_factor,
+    )
+
+
+def _refusal(question: Question, sifted: Sifted) -> GridError:
+    rejected = dict(sifted.counts)
+    sentences = reasons(question, sifted, MAX_REASONS)
+    details: dict[str, Any] = {"rejected_by_code": rejected, "reasons": sentences, "ever": sifted.ever}
+    asked = f"{question.request.model!r}" if question.request.model else "the step"
+    if not any(code in rejected for code in WAITING_HELPS):
+        return NoEligibleUnit(f"no unit can run {asked}: {sentences[0]}", **details)
+    return Saturated(
+        f"every unit that can run {asked} is full or silent: {sentences[0]}",
+        retry_after_s=_retry_after_s(question, sifted),
+        **details,
+    )
+
+
+def _retry_after_s(question: Question, sifted: Sifted) -> float:
+    full = sifted.rows_of("saturated")
+    if not len(full):
+        return question.view.rules.stale_after_s
+    slot_s = 1e-3 * cost.slot_wait_ms(question.view.columns, full)
+    return min(max(slot_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)

@@ -1,0 +1,332 @@
+"""The one view of the fleet: what units are, what they last reported, what was decided since.
+
+The placement actor owns it and is its only writer. Nothing here awaits, reads a clock or draws chance.
+
+Load counts every request exactly once:
+
+    load = requests in the newest sample
+         - reservations in that sample that were settled since
+         + reservations that the sample does not hold
+
+A reservation ends when it is settled, when a sample no longer holds what an earlier one held, when its
+gateway is lost before any sample held it, when its unit comes back as a new process, or when its lease
+ends. While samples hold it, its lease is renewed. A sample never creates a reservation, so nothing that
+ended comes back. Bounded by MAX_UNITS and their capacities.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from grid.errors import InvalidRequest, Saturated
+from grid.words import UNKNOWN, FleetUnit, PlacementRequest, UnitCard, UnitLoad, UnitState
+from placement import cost, freshness
+from placement.columns import Columns, Mask, Names
+from placement.health import Health
+from placement.reports import card_flaw, load_flaw
+from placement.reservations import Ledger, Reservation
+
+MAX_UNITS = 100_000
+"""Ten times what one cell is built for; beyond it, registration is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The cell's settings that a decision depends on."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Alias to model."""
+    lease_s: float = 30.0
+    stale_after_s: float = 0.5
+    prefer_region_wait_ms: float = 2000.0
+
+    def model(self, name: str) -> str:
+        """Return the model that `name` stands for: an alias' target, else itself."""
+        return self.aliases.get(name, name)
+
+
+@dataclass(slots=True)
+class Unit:
+    """What the columns don't hold of one unit."""
+
+    card: UnitCard
+    load: UnitLoad
+    link: int
+    """The connection it announced itself on; only there may it report."""
+    health: Health = field(default_factory=Health)
+
+
+class View:
+    """`version` rises when a unit joins, leaves, changes state or is drained; not with every sample."""
+
+    def __init__(self, rules: Rules, now_s: float, first_version: int = 1) -> None:
+        self.rules = rules
+        self.version = first_version
+        self.columns = Columns()
+        self.models = Names()
+        self.regions = Names()
+        self.units: list[Unit] = []
+        """In row order."""
+        self.dropped: Counter[str] = Counter()
+        """Samples and calls that were not believed, by reason."""
+        self.last_flaw = ""
+        self._rows: dict[str, int] = {}
+        self._links: dict[int, set[str]] = {}
+        self._ledger = Ledger()
+        self._drained: set[str] = set()
+        self._clock = freshness.ObservedClock(now_s)
+
+    # --- membership -------------------------------------------------------------------------
+
+    def join(self, card: UnitCard, link: int) -> None:
+        """Take a unit in; it gets no work before its first sample.
+
+        A unit that is known already moves to `link`: it reconnected, or a new process took its name.
+        Raises InvalidRequest for a card that makes no sense, Saturated beyond MAX_UNITS.
+        """
+        if flaw := card_flaw(card):
+            self.dropped["bad_card"] += 1
+            raise InvalidRequest(f"unit {card.unit_id!r} can't register: {flaw}", param="card")
+        if card.unit_id in self._rows:
+            self._remove(card.unit_id)
+        elif len(self.units) >= MAX_UNITS:
+            self.dropped["too_many_units"] += 1
+            raise Saturated(f"this cell holds {MAX_UNITS} units already; start another cell")
+        for reservation in self._ledger.of_unit(card.unit_id):
+            if reservation.incarnation != card.incarnation:
+                self._ledger.pop(reservation.reservation_id)
+        self._append(card, link)
+        self.version += 1
+
+    def leave(self, link: int) -> tuple[str, ...]:
+        """Take out every unit that announced itself on `link`; return their ids.
+
+        Their reservations stay until settled or expired, because the unit may only have lost its link.
+        """
+        gone = tuple(sorted(self._links.get(link, ())))
+        for unit_id in gone:
+            self._remove(unit_id)
+        if gone:
+            self.version += 1
+        return gone
+
+    def drain(self, unit_id: str, draining: bool) -> bool:
+        """Stop or resume work for a unit, also across its restarts; return whether it is known."""
+        row = self._rows.get(unit_id)
+        if row is None and unit_id not in self._drained:
+            return False
+        (self._drained.add if draining else self._drained.discard)(unit_id)
+        if row is not None and bool(self.columns.drained[row]) != draining:
+            self.columns.drained[row] = draining
+            self.version += 1
+        return True
+
+    def _append(self, card: UnitCard, link: int) -> None:
+        columns, row = self.columns, self.columns.append()
+        columns.task[row] = card.task
+        columns.model[row] = self.models.hold(card.model)
+        columns.region[row] = self.regions.hold(card.region)
+        columns.precision[row] = card.precision
+        columns.memory_grant_mb[row] = card.memory_grant_mb
+        columns.context_tokens[row] = card.context_tokens
+        columns.max_running[row] = card.max_running
+        columns.capacity[row] = card.max_running + card.max_waiting
+        columns.prefill_ms_per_token[row] = cost.prefill_ms_per_token(card)
+        columns.decode_ms_per_token[row] = cost.decode_ms_per_token(card)
+        columns.batch_growth[row] = cost.batch_growth(card)
+        columns.state[row] = UnitState.STARTING
+        columns.drained[row] = card.unit_id in self._drained
+        columns.suspect_until_s[row] = -np.inf
+        columns.sampled_s[row] = -np.inf
+        no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
+        self.units.append(Unit(card, no_sample, link))
+        self._rows[card.unit_id] = row
+        self._links.setdefault(link, set()).add(card.unit_id)
+        self._weigh_unseen(row)
+
+    def _remove(self, unit_id: str) -> None:
+        row = self._rows.pop(unit_id)
+        link = self.units[row].link
+        self._links[link].remove(unit_id)
+        if not self._links[link]:
+            del self._links[link]
+        self.models.drop(int(self.columns.model[row]))
+        self.regions.drop(int(self.columns.region[row]))
+        self.columns.remove(row)
+        last = self.units.pop()
+        if last.card.unit_id != unit_id:
+            self.units[row] = last
+            self._rows[last.card.unit_id] = row
+
+    # --- samples ----------------------------------------------------------------------------
+
+    def report(self, loads: Iterable[UnitLoad], link: int, now_s: float) -> None:
+        """Take a batch of samples. One that can't be believed is counted and dropped: its unit goes stale."""
+        observed_s = self._clock.read(now_s)
+        for load in loads:
+            row = self._rows.get(load.unit_id)
+            if row is None:
+                self.dropped["unknown_unit"] += 1
+            elif self.units[row].link != link:
+                self.dropped["foreign_unit"] += 1
+            elif self.units[row].card.incarnation != load.incarnation:
+                self.dropped["wrong_incarnation"] += 1
+            elif flaw := load_flaw(load):
+                self.dropped["bad_sample"] += 1
+                self.last_flaw = f"{load.unit_id}: {flaw}"
+            else:
+                self._take(row, load, observed_s)
+
+    def _take(self, row: int, load: UnitLoad, observed_s: float) -> None:
+        columns, unit = self.columns, self.units[row]
+        if load.state != columns.state[row]:
+            columns.state[row] = load.state
+            self.version += 1
+        unit.load = load
+        columns.sampled_s[row] = observed_s
+        # A unit still preparing a prompt holds its reservation before its engine counts the request.
+        columns.reported[row] = max(load.running + load.waiting, len(load.reservations))
+        columns.prefill_tokens_queued[row] = load.prefill_tokens_queued
+        columns.kv_tokens_free[row] = load.kv_tokens_free
+        columns.kv_tokens_total[row] = load.kv_tokens_total
+        columns.released[row] = 0
+        held = frozenset(load.reservations)
+        for reservation in self._ledger.of_unit(load.unit_id):
+            if reservation.reservation_id in held:
+                reservation.seen = True
+                self._ledger.renew(reservation, observed_s + self.rules.lease_s)
+            elif reservation.seen:
+                self._ledger.pop(reservation.reservation_id)
+        self._weigh_unseen(row)
+
+    def _weigh_unseen(self, row: int) -> None:
+        columns = self.columns
+        held = self._ledger.of_unit(self.units[row].card.unit_id)
+        unseen = [r for r in held if not self._in_sample(row, r)]
+        columns.unseen[row] = len(unseen)
+        columns.unseen_prompt_tokens[row] = sum(r.prompt_tokens for r in unseen)
+        columns.unseen_kv_tokens[row] = sum(r.kv_tokens for r in unseen)
+
+    # --- reservations -----------------------------------------------------------------------
+
+    def reserve(self, request: PlacementRequest, unit_id: str, holder: int, now_s: float) -> None:
+        """Charge `unit_id` for `request` at once. The reservation must not be held: `withdraw` it first."""
+        row = self._rows[unit_id]
+        reservation = Reservation(
+            reservation_id=request.reservation_id,
+            unit_id=unit_id,
+            incarnation=self.units[row].card.incarnation,
+            holder=holder,
+            prompt_tokens=request.prompt_tokens,
+            kv_tokens=cost.expected_kv_tokens(request),
+            expires_s=self._clock.read(now_s) + self.rules.lease_s,
+        )
+        self._ledger.add(reservation)
+        self._charge(row, reservation, +1)
+
+    def withdraw(self, reservation_id: str) -> None:
+        """End a reservation without an outcome; unknown ones are ignored."""
+        self._end(reservation_id)
+
+    def settle(self, reservation_id: str, outcome: str, now_s: float) -> bool:
+        """End a reservation; return whether it was held. `outcome` counts for the unit's health."""
+        reservation = self._end(reservation_id)
+        if reservation is None:
+            return False
+        row = self._row_of(reservation)
+        if row is not None:
+            until_s = self.units[row].health.settled(outcome, self._clock.read(now_s))
+            if until_s is not None:
+                self.columns.suspect_until_s[row] = until_s
+        return True
+
+    def release_holder(self, holder: int) -> int:
+        """End a lost gateway's reservations, save those that a unit reports: these run. Count them."""
+        lost = [r for r in self._ledger.of_holder(holder) if not r.seen]
+        for reservation in lost:
+            self._end(reservation.reservation_id)
+        return len(lost)
+
+    def tick(self, now_s: float) -> int:
+        """Advance the observed clock (every `freshness.TICK_S`) and end expired leases; count them."""
+        self._clock.tick(now_s)
+        expired = 0
+        for reservation in self._ledger.expired(self._clock.read(now_s)):
+            self._ledger.pop(reservation.reservation_id)
+            row = self._row_of(reservation)
+            # What the newest sample holds stays in its count: only a sample can tell that it ended.
+            if row is not None and not self._in_sample(row, reservation):
+                self._charge(row, reservation, -1)
+            expired += 1
+        return expired
+
+    def _end(self, reservation_id: str) -> Reservation | None:
+        reservation = self._ledger.pop(reservation_id)
+        if reservation is None:
+            return None
+        row = self._row_of(reservation)
+        if row is not None and self._in_sample(row, reservation):
+            self.columns.released[row] += 1
+        elif row is not None:
+            self._charge(row, reservation, -1)
+        return reservation
+
+    def _in_sample(self, row: int, reservation: Reservation) -> bool:
+        """A unit that came back has no sample yet, whatever its earlier ones held."""
+        return reservation.seen and bool(self.columns.sampled_s[row] > -np.inf)
+
+    def _charge(self, row: int, reservation: Reservation, sign: int) -> None:
+        self.columns.unseen[row] += sign
+        self.columns.unseen_prompt_tokens[row] += sign * reservation.prompt_tokens
+        self.columns.unseen_kv_tokens[row] += sign * reservation.kv_tokens
+
+    def _row_of(self, reservation: Reservation) -> int | None:
+        row = self._rows.get(reservation.unit_id)
+        if row is not None and self.units[row].card.incarnation != reservation.incarnation:
+            return None
+        return row
+
+    # --- reading ----------------------------------------------------------------------------
+
+    @property
+    def reservations(self) -> int:
+        return len(self._ledger)
+
+    def loads(self) -> dict[str, int]:
+        """Return the load of each unit by its id."""
+        load = self.columns.load
+        return {unit.card.unit_id: int(load[row]) for row, unit in enumerate(self.units)}
+
+    def row(self, unit_id: str) -> int | None:
+        return self._rows.get(unit_id)
+
+    def fresh(self, now_s: float) -> tuple[Mask, bool]:
+        """Return which units' samples can be trusted, and whether most went stale together."""
+        return freshness.fresh(self.columns.sampled_s, self._clock.read(now_s), self.rules.stale_after_s)
+
+    def suspect_for_s(self, row: int, now_s: float) -> float:
+        return float(self.columns.suspect_until_s[row]) - self._clock.read(now_s)
+
+    def suspect(self, now_s: float) -> Mask:
+        suspect: Mask = self.columns.suspect_until_s > self._clock.read(now_s)
+        return suspect
+
+    def sample_age_s(self, row: int, now_s: float) -> float:
+        """Age of the newest sample in observed time; inf before the first."""
+        return self._clock.read(now_s) - float(self.columns.sampled_s[row])
+
+    def snapshot(self, now_s: float) -> tuple[FleetUnit, ...]:
+        """Return the view as gateways are pushed it: an operator's drain shows as the unit's state."""
+        rows = []
+        for row, unit in enumerate(self.units):
+            load = unit.load._replace(reservations=())
+            if self.columns.drained[row] and load.state == UnitState.READY:
+                load = load._replace(state=int(UnitState.DRAINING))
+            age_s = self.sample_age_s(row, now_s)
+            age_ms = 1e3 * age_s if age_s < np.inf else UNKNOWN
+            rows.append(FleetUnit(unit.card, load, self._ledger.count_of_unit(unit.card.unit_id), age_ms))
+        return tuple(rows)

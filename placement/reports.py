@@ -1,0 +1,67 @@
+"""What a unit may say of itself: every card and sample passes here before it touches the view. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from grid.words import UNKNOWN, Precision, Task, UnitCard, UnitLoad, UnitState
+
+MAX_COUNT = 1 << 40
+"""Of tokens, requests, megabytes: nothing real comes near, and sums of 10,000 of them fit 64 bits."""
+
+MAX_NAME_CHARS = 256
+
+_TASKS = frozenset(int(task) for task in Task)
+_PRECISIONS = frozenset(int(precision) for precision in Precision)
+_STATES = frozenset(int(state) for state in UnitState)
+
+
+def card_flaw(card: UnitCard) -> str:
+    """Return what makes `card` unusable, in one sentence; "" when nothing does."""
+    for field in ("unit_id", "incarnation", "host", "model", "region"):
+        text = getattr(card, field)
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME_CHARS:
+            return f"{field} must be a text of 1 to {MAX_NAME_CHARS} characters"
+    if card.task not in _TASKS:
+        return f"task {card.task!r} is unknown"
+    if card.precision not in _PRECISIONS:
+        return f"precision {card.precision!r} is unknown"
+    counts = ("port", "context_tokens", "memory_grant_mb", "max_running", "max_waiting", "dimension")
+    flaw = _count_flaw(card, counts) or _reading_flaw(card, ("prefill_tokens_per_s", "decode_ms_per_token"))
+    if flaw:
+        return flaw
+    if card.max_running < 1:
+        return f"max_running is {card.max_running}; at least 1 is needed"
+    for field in ("gpus", "cu_factor"):
+        if not 0 <= getattr(card, field) < MAX_COUNT:
+            return f"{field} is {getattr(card, field)!r}; a finite number of at least 0 is needed"
+    return ""
+
+
+def load_flaw(load: UnitLoad) -> str:
+    """Return what makes the sample `load` unusable, in one sentence; "" when nothing does."""
+    if load.state not in _STATES:
+        return f"state {load.state!r} is unknown"
+    counts = ("running", "waiting", "kv_tokens_free", "kv_tokens_total", "prefill_tokens_queued", "steps")
+    readings = ("prefill_tokens_per_s", "decode_ms_per_token", "memory_used_mb", "compute_utilisation")
+    return _count_flaw(load, counts) or _reading_flaw(load, readings)
+
+
+def _count_flaw(record: UnitCard | UnitLoad, fields: tuple[str, ...]) -> str:
+    for field in fields:
+        count = getattr(record, field)
+        if not isinstance(count, int) or not 0 <= count < MAX_COUNT:
+            return f"{field} is {count!r}; a whole number from 0 to {MAX_COUNT - 1} is needed"
+    return ""
+
+
+def _reading_flaw(record: UnitCard | UnitLoad, fields: tuple[str, ...]) -> str:
+    for field in fields:
+        reading = getattr(record, field)
+        if reading == UNKNOWN:
+            continue
+        if not (math.isfinite(reading) and 0 <= reading < MAX_COUNT):
+            return (
+                f"{field} is {reading!r}; a finite number of at least 0, or {UNKNOWN} for unknown, is needed"
+            )
+    return ""
