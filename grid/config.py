@@ -62,6 +62,8 @@ class Simulated(Section):
     full_speed: bool = False
     parameters_b: float = Field(8.0, gt=0)
     """Billions of parameters of the model that the unit pretends to run."""
+    answer_tokens: int = Field(0, ge=0, le=65_536)
+    """Mean length at which an answer ends by itself; 0: every answer runs to its max_output_tokens."""
 
 
 class Model(Section):

@@ -1,0 +1,285 @@
+"""The simulated engine: `Batch` carried out in real time, one loop task for all requests of the unit.
+
+Deterministic: the answer to a prompt depends on the configured seed, the prompt's hash and, for sampled
+requests, their seed. It is always marked as simulated (`EngineFacts.simulated`, and the answer's own text).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from grid.config import Model
+from grid.engines import simulated_text as text
+from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Step
+from grid.engines.batching import BLOCK_TOKENS, Batch, Request, Speed
+from grid.engines.packing import check_room, fitting, prompt_hash
+from grid.errors import UnitLost
+from grid.hardware import catalogue
+from grid.words import UNKNOWN, FinishReason, Message, Precision
+
+GPU_MEMORY_SHARE = 0.9
+"""What an engine takes of its memory grant; the rest is for activations and the driver."""
+
+MAX_CATCH_UP_S = 0.25
+"""A loop that was held up makes up for so much lost time and forgets the rest, as an engine in a process
+of its own would not have been held up, but a burst of seconds would be no engine's behaviour either."""
+
+SPEED_MEMORY = 0.9
+"""Weight of the past in the measured speeds: they follow a change within some ten steps."""
+
+
+class SimulatedEngine:
+    """Implements `grid.engines.base.Engine`."""
+
+    def __init__(self, model: Model) -> None:
+        precision, settings = Precision.parse(model.precision), model.simulated
+        gpu, parameters_b = catalogue.find(settings.gpu), settings.parameters_b
+        self._model = model
+        self._seed = settings.seed
+        self._answer_tokens = settings.answer_tokens
+        self._full_speed = settings.full_speed
+        prefill = catalogue.prefill_tokens_per_s(gpu.name, parameters_b, precision, model.gpus)
+        decode_ms = catalogue.decode_ms_per_token(gpu.name, parameters_b, precision, model.gpus)
+        bandwidth = gpu.bandwidth_gb_per_s * 1e9 * catalogue.BANDWIDTH_EFFICIENCY * (model.gpus or 1.0)
+        speed = Speed(
+            prefill_tokens_per_s=prefill * settings.speed,
+            weights_read_s=(decode_ms - catalogue.STEP_OVERHEAD_MS) / 1e3 / settings.speed,
+            kv_read_s_per_token=catalogue.kv_bytes_per_token(parameters_b) / bandwidth / settings.speed,
+            overhead_s=catalogue.STEP_OVERHEAD_MS / 1e3 / settings.speed,
+        )
+        self._batch = Batch(speed, max_running=model.max_running, kv_tokens=kv_tokens(model))
+        self._facts = EngineFacts(
+            model=model.name,
+            precision=precision,
+            fingerprint=f"simulated/{model.name}/{precision.label}/seed{settings.seed}",
+            context_tokens=model.context_tokens,
+            simulated=True,
+            kv_tokens_total=self._batch.kv_tokens_total,
+            prefill_tokens_per_s=speed.prefill_tokens_per_s,
+            decode_ms_per_token=decode_ms / settings.speed,
+        )
+        self._prefill_tokens_per_s = self._decode_ms = UNKNOWN
+        self._answers: dict[Request, _Answer] = {}
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._lost: UnitLost | None = None
+
+    async def start(self) -> EngineFacts:
+        self._task = asyncio.create_task(self._run(), name=f"simulated-{self._model.name}")
+        return self._facts
+
+    async def prepare(
+        self, messages: Sequence[Message], documents: Sequence[str], max_output_tokens: int
+    ) -> Prepared:
+        context = self._model.context_tokens
+        # A token is at most four bytes, so a text of n code points has at least n / 4 of them.
+        at_least = sum(len(message.text) for message in messages) // 4
+        check_room(at_least, max_output_tokens, context, exact=False)
+        ids = text.render(messages)
+        room = check_room(len(ids), max_output_tokens, context)
+        blocks: list[list[int]] = []
+
+        def sizes() -> Iterator[int]:
+            for index, document in enumerate(documents):
+                blocks.append(text.document_ids(index, document))
+                yield len(blocks[-1])
+
+        used = fitting(sizes(), room)
+        prompt_ids = tuple(text.with_documents(ids, blocks[:used]))
+        return Prepared(prompt_ids, prompt_hash(prompt_ids), used)
+
+    def generate(self, generation: Generation) -> AsyncIterator[Step]:
+        if self._lost is not None:
+            raise self._lost
+        sampling, prompt, emitted = generation.sampling, generation.prompt, generation.emitted_ids
+        tokens = len(prompt.prompt_ids) + len(emitted)
+        check_room(tokens, sampling.max_output_tokens, self._model.context_tokens)
+        seed = None if sampling.temperature == 0 else sampling.seed or 0
+        key = text.answer_key(self._seed, prompt.prompt_hash, seed)
+        allowed, reason = sampling.max_output_tokens, FinishReason.LENGTH
+        if self._answer_tokens:
+            natural = max(0, text.answer_tokens(key, self._answer_tokens) - len(emitted))
+            if natural <= allowed:
+                allowed, reason = natural, FinishReason.STOP
+        request = Request(
+            prompt_ids=(*prompt.prompt_ids, *emitted),
+            salt=generation.tenant_salt,
+            max_new_tokens=allowed,
+            priority=generation.priority,
+        )
+        answer = _Answer(request, key, len(emitted), reason, self._forget)
+        if allowed == 0:
+            answer.end(FinishReason.STOP)
+        else:
+            self._batch.add(request)
+            self._answers[request] = answer
+            self._work.set()
+        return answer
+
+    def _forget(self, request: Request) -> None:
+        """The consumer left, or has read the end."""
+        self._batch.abort(request)
+        self._answers.pop(request, None)
+
+    def load(self) -> EngineLoad:
+        batch = self._batch
+        return EngineLoad(
+            running=batch.running,
+            waiting=batch.waiting,
+            kv_tokens_free=batch.kv_tokens_free,
+            kv_tokens_total=batch.kv_tokens_total,
+            prefill_tokens_queued=batch.prefill_tokens_queued,
+            steps=batch.steps,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            decode_ms_per_token=self._decode_ms,
+        )
+
+    async def check(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    async def close(self) -> None:
+        self.crash("the engine was closed")
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def crash(self, reason: str) -> None:
+        """Die as an engine process does: every stream ends with UnitLost, and so does each later call."""
+        if self._lost is None:
+            self._lost = UnitLost(reason)
+            self._work.set()
+            for answer in list(self._answers.values()):
+                answer.lose(self._lost)
+            self._answers.clear()
+
+    async def _run(self) -> None:
+        batch, clock, answers = self._batch, time.monotonic, self._answers
+        due = clock()
+        while self._lost is None:
+            if not (batch.running or batch.waiting):
+                self._work.clear()
+                await self._work.wait()
+                due = clock()
+                continue
+            seconds = batch.begin_step()
+            due = max(due, clock() - MAX_CATCH_UP_S) + seconds
+            await asyncio.sleep(0 if self._full_speed else max(0.0, due - clock()))
+            self._measure(seconds)
+            for request in batch.end_step():
+                answers[request].advance()
+
+    def _measure(self, seconds: float) -> None:
+        batch = self._batch
+        if batch.scheduled_tokens > 2 * batch.scheduled_requests:
+            self._prefill_tokens_per_s = _follow(self._prefill_tokens_per_s, batch.scheduled_tokens / seconds)
+        else:
+            self._decode_ms = _follow(self._decode_ms, seconds * 1e3)
+
+
+class _Answer:
+    """The steps of one generation: the engine's loop puts them in, one consumer takes them out.
+
+    What is buffered is bounded by the request's own max_output_tokens.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        key: int,
+        index: int,
+        end_reason: FinishReason,
+        forget: Callable[[Request], None],
+    ) -> None:
+        self._request = request
+        self._key = key
+        self._index = index
+        self._end_reason = end_reason
+        self._forget = forget
+        self._steps: deque[Step] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._lost: UnitLost | None = None
+        self._closed = False
+
+    def advance(self) -> None:
+        """The request has its next token."""
+        request = self._request
+        token = text.answer_token(self._key, self._index)
+        self._index += 1
+        self._put(
+            Step(
+                (token,),
+                text.VOCABULARY[token],
+                self._end_reason if request.finished else None,
+                request.cached_tokens,
+                request.take_seconds(),
+            )
+        )
+
+    def end(self, reason: FinishReason) -> None:
+        self._put(Step((), "", reason, 0, 0.0))
+
+    def lose(self, error: UnitLost) -> None:
+        self._lost = error
+        self._wake()
+
+    def _put(self, step: Step) -> None:
+        self._steps.append(step)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> _Answer:
+        return self
+
+    async def __anext__(self) -> Step:
+        steps = self._steps
+        while not steps:
+            if self._closed:
+                raise StopAsyncIteration
+            if self._lost is not None:
+                self._closed = True
+                raise self._lost
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+        step = steps.popleft()
+        if step.finish_reason is not None:
+            self._closed = True
+            self._forget(self._request)
+        return step
+
+    async def aclose(self) -> None:
+        """Free the request's slot and KV at once."""
+        if not self._closed:
+            self._closed = True
+            self._steps.clear()
+            self._forget(self._request)
+            self._wake()
+
+
+def _follow(measured: float, sample: float) -> float:
+    return sample if measured == UNKNOWN else SPEED_MEMORY * measured + (1 - SPEED_MEMORY) * sample
+
+
+def kv_tokens(model: Model) -> int:
+    """Return the KV cache's size in tokens: what `kv_cache_mb` says where it is set, else what the weights
+    leave of the memory grant (by default, of the GPUs' own memory); never less than one whole context."""
+    settings = model.simulated
+    if "kv_cache_mb" in model.model_fields_set:
+        free_mb = float(model.kv_cache_mb)
+    else:
+        grant_mb = model.memory_grant_mb or catalogue.find(settings.gpu).memory_mb * (model.gpus or 1.0)
+        weights_mb = catalogue.weights_mb(settings.parameters_b, Precision.parse(model.precision))
+        free_mb = grant_mb * GPU_MEMORY_SHARE - weights_mb
+    tokens = int(free_mb * 2**20 / catalogue.kv_bytes_per_token(settings.parameters_b))
+    whole_context = -(-(model.context_tokens + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+    return max(tokens, whole_context)
