@@ -12,7 +12,6 @@ a variable that no text uses, are errors that name it.
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -27,7 +26,9 @@ from pydantic import (
     model_validator,
 )
 
+from gateway.knowledge.filters import parse_filter
 from gateway.pipeline.refusals import misfit, refusal
+from grid.errors import InvalidRequest
 from grid.words import Precision
 
 MAX_STEPS = 16
@@ -66,11 +67,6 @@ MAX_TOP_K = 100
 DEFAULT_TOP_K = 5
 MAX_DIMENSION = 65_536
 """The largest vector that the stores take."""
-MAX_FILTER_CONDITIONS = 16
-MAX_FILTER_VALUES = 64
-"""Values of one condition: alternatives are matched one by one."""
-MAX_FILTER_CHARS = 512
-"""A filter matches short metadata values, not text."""
 MAX_VARIABLES = 64
 MAX_REGIONS = 16
 """Preferred regions are an order for one request, not a fleet map."""
@@ -106,37 +102,17 @@ def _one_or_many(value: Any) -> Any:
 
 
 FilterScalar = str | int | float | bool
-FilterValue = FilterScalar | tuple[FilterScalar, ...]
-
-
-def _filter_scalar(key: str, value: Any) -> FilterScalar:
-    if isinstance(value, str):
-        if len(value) <= MAX_FILTER_CHARS:
-            return value
-        raise misfit((key,), f"a filter value has at most {MAX_FILTER_CHARS} characters, not {len(value)}")
-    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    raise misfit(
-        (key,), "must be text, a finite number, true or false, or a list of these (any of them matches)"
-    )
+FilterValue = FilterScalar | tuple[FilterScalar, ...] | dict[str, float]
 
 
 def _filter(value: Any) -> dict[str, FilterValue]:
-    if not isinstance(value, dict):
-        raise ValueError('must be an object of metadata conditions, such as {"status": "published"}')
-    if len(value) > MAX_FILTER_CONDITIONS:
-        raise ValueError(f"holds at most {MAX_FILTER_CONDITIONS} conditions, not {len(value)}")
-    conditions: dict[str, FilterValue] = {}
-    for key, given in value.items():
-        if not isinstance(key, str) or not 0 < len(key) <= MAX_NAME_CHARS:
-            raise ValueError(f"a metadata field's name has 1 to {MAX_NAME_CHARS} characters")
-        if isinstance(given, list | tuple):
-            if not 0 < len(given) <= MAX_FILTER_VALUES:
-                raise misfit((key,), f"lists 1 to {MAX_FILTER_VALUES} values, not {len(given)}")
-            conditions[key] = tuple(_filter_scalar(key, item) for item in given)
-        else:
-            conditions[key] = _filter_scalar(key, given)
-    return conditions
+    """Take what every store can match; `gateway.knowledge.filters` says what that is."""
+    try:
+        parse_filter(value)
+    except InvalidRequest as wrong:
+        below = wrong.param.removeprefix("filter").removeprefix(".")
+        raise misfit((below,) if below else (), wrong.message) from None
+    return {key: tuple(given) if isinstance(given, list) else given for key, given in value.items()}
 
 
 def _variables(value: Any) -> dict[str, str] | None:
@@ -198,7 +174,7 @@ class RetrievalStep(Part):
     """None: the embedding model that the data source was filled with."""
     top_k: int = Field(DEFAULT_TOP_K, ge=1, le=MAX_TOP_K)
     filter: Annotated[dict[str, FilterValue], BeforeValidator(_filter)] = {}
-    """All conditions must hold; a list means any of its values."""
+    """All conditions must hold. A list means any of its values; `{"gte": 1, "lt": 5}` a range."""
     min_score: float | None = Field(None, ge=-1.0, le=1.0)
     """Least cosine similarity."""
     on_failure: Literal["fail", "skip"] = "fail"

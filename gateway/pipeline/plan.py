@@ -1,0 +1,383 @@
+"""From a contract and a call to what a run will do: typed, complete, checked. Pure.
+
+Everything a caller can be told before work begins is found here: unknown models, a data source that was
+embedded otherwise, missing variables, residency. What the cell can't act on becomes a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway.pipeline.contract import (
+    ChatMessage,
+    Contract,
+    ExecutionHints,
+    FilterValue,
+    GenerationStep,
+    Invocation,
+    RetrievalStep,
+    StreamControl,
+    overridden,
+)
+from gateway.pipeline.variables import Variables
+from gateway.records import DataSourceRecord, Tenant
+from gateway.trust.residency import ANYWHERE, Residency, check_marks
+from grid.config import Config, Model
+from grid.errors import Forbidden, InvalidRequest, NotFound
+from grid.words import Message, PlacementRequest, Sampling, Task
+
+BYTES_PER_TOKEN = 4
+"""Of UTF-8, for English in the usual vocabularies; other scripts have more bytes a character and more
+tokens as well. Only placement uses the estimate: the unit counts."""
+TOKENS_PER_MESSAGE = 5
+"""What a chat template adds to each turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalPlan:
+    step_id: str
+    source: DataSourceRecord
+    query: str
+    top_k: int
+    filter: dict[str, FilterValue]
+    min_score: float | None
+    skip_on_failure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    step_id: str
+    placement: PlacementRequest
+    """Of the first attempt; the prompt's estimate is without documents, the deadline is filled in later."""
+    messages: tuple[Message, ...]
+    sampling: Sampling
+    stops: tuple[str, ...]
+    stream_control: StreamControl
+    uses: frozenset[str]
+    """Retrieval steps whose documents the prompt holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    request_id: str
+    pipeline_id: str
+    revision: int
+    tenant: Tenant
+    model: str
+    """That the generation step's name resolved to; "" for a pipeline that only retrieves."""
+    steps: tuple[str, ...]
+    retrievals: tuple[RetrievalPlan, ...]
+    generation: GenerationPlan | None
+    allowed_regions: tuple[str, ...]
+    """Residency; empty means anywhere."""
+    time_limit_s: float
+    """From the start of the run to its end."""
+    stream: bool
+    """How the caller wants the answer, unless the HTTP request says otherwise."""
+    warnings: tuple[str, ...]
+
+
+def plan_invocation(
+    contract: Contract,
+    invocation: Invocation,
+    *,
+    request_id: str,
+    pipeline_id: str,
+    revision: int,
+    tenant: Tenant,
+    config: Config,
+    sources: Mapping[str, DataSourceRecord],
+    residency: Residency = ANYWHERE,
+) -> Plan:
+    """Plan one call of a pipeline. `sources` holds the data source of every retrieval step, by step id.
+
+    Raises InvalidRequest naming the field, and Forbidden where residency or a location mark is against it.
+    """
+    warnings = _unserved(contract)
+    values = Variables(invocation.variables)
+    generation = contract.pipeline.generation
+    system_prompt = values.filled(generation.system_prompt) if generation is not None else ""
+    conversation = _conversation(invocation, values)
+    values.check_all_used()
+    retrievals = tuple(
+        _retrieval(step, f"pipeline.steps[{index}]", sources, conversation, config, residency, warnings)
+        for index, step in enumerate(contract.pipeline.steps)
+        if isinstance(step, RetrievalStep)
+    )
+    _check_marks(residency, system_prompt, conversation, contract)
+    planned, model = None, ""
+    if generation is not None:
+        param = f"pipeline.steps[{len(contract.pipeline.steps) - 1}].model"
+        model = _served(generation.model, config, Task.GENERATE, param).name
+        planned = _generation(
+            generation,
+            _with_system(system_prompt, conversation),
+            overridden(contract.execution_hints, invocation.execution_hints),
+            overridden(contract.stream_control, invocation.stream_control),
+            request_id=request_id,
+            tenant=tenant,
+            residency=residency,
+            retrieving=[step.step_id for step in retrievals],
+        )
+    wanted = invocation.stream if invocation.stream is not None else generation and generation.stream
+    return Plan(
+        request_id=request_id,
+        pipeline_id=pipeline_id,
+        revision=revision,
+        tenant=tenant,
+        model=model,
+        steps=tuple(step.id or "" for step in contract.pipeline.steps),
+        retrievals=retrievals,
+        generation=planned,
+        allowed_regions=residency.allowed_regions,
+        time_limit_s=config.gateway.default_deadline_s,
+        stream=wanted is not False,
+        warnings=tuple(warnings),
+    )
+
+
+def plan_chat(
+    step: GenerationStep,
+    messages: Sequence[ChatMessage],
+    *,
+    request_id: str,
+    tenant: Tenant,
+    config: Config,
+    residency: Residency = ANYWHERE,
+) -> Plan:
+    """Plan a conversation with a model, without a stored pipeline.
+
+    Raises NotFound (param `model`) for a model that the cell doesn't have, and Forbidden as above.
+    """
+    try:
+        model = _served(step.model, config, Task.GENERATE, "model").name
+    except InvalidRequest as unknown:
+        raise NotFound(unknown.message, param="model") from None
+    conversation = tuple(Message(message.role, message.content) for message in messages)
+    check_marks(residency, (message.text for message in conversation))
+    step_id = step.id or "generation-1"
+    return Plan(
+        request_id=request_id,
+        pipeline_id="",
+        revision=0,
+        tenant=tenant,
+        model=model,
+        steps=(step_id,),
+        retrievals=(),
+        generation=_generation(
+            step,
+            _with_system(step.system_prompt, conversation),
+            ExecutionHints(),
+            StreamControl(),
+            request_id=request_id,
+            tenant=tenant,
+            residency=residency,
+            retrieving=(),
+        ),
+        allowed_regions=residency.allowed_regions,
+        time_limit_s=config.gateway.default_deadline_s,
+        stream=step.stream is not False,
+        warnings=(),
+    )
+
+
+def check_models(contract: Contract, config: Config) -> None:
+    """Raises InvalidRequest, naming the step's field, for a model that the cell doesn't have."""
+    for index, step in enumerate(contract.pipeline.steps):
+        if isinstance(step, GenerationStep):
+            _served(step.model, config, Task.GENERATE, f"pipeline.steps[{index}].model")
+        elif step.query_embedding is not None:
+            asked = step.query_embedding.model
+            if asked not in config.aliases:
+                _served(asked, config, Task.EMBED, f"pipeline.steps[{index}].query_embedding.model")
+
+
+def estimated_tokens(text: str) -> int:
+    """Return about how many tokens `text` has."""
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+    return size // BYTES_PER_TOKEN + 1
+
+
+# --- models and sources -----------------------------------------------------------------------
+
+
+def _served(name: str, config: Config, task: Task, param: str) -> Model:
+    """Return the cell's model that `name`, or the alias of that name, stands for."""
+    alias = config.aliases.get(name)
+    target = name if alias is None else alias.model
+    wanted = [model for model in config.models if (model.engine == "embedding") == (task is Task.EMBED)]
+    for model in wanted:
+        if model.name == target:
+            return model
+    kind = "embeds" if task is Task.EMBED else "generates"
+    known = ", ".join([model.name for model in wanted]) or "none"
+    raise InvalidRequest(
+        f"{param}: this cell has no model {name[:128]!r} that {kind}; it has {known}, and the aliases of the "
+        "configuration",
+        param=param,
+    )
+
+
+def _retrieval(
+    step: RetrievalStep,
+    param: str,
+    sources: Mapping[str, DataSourceRecord],
+    conversation: Sequence[Message],
+    config: Config,
+    residency: Residency,
+    warnings: list[str],
+) -> RetrievalPlan:
+    assert step.id is not None
+    source = sources[step.id]
+    if not residency.allows(source.region):
+        field = "data_source_id" if step.data_source_id is not None else "source"
+        raise Forbidden(
+            f"{param}.{field}: the data source is stored in {source.region!r}, outside {residency.rule!r}",
+            param=f"{param}.{field}",
+        )
+    if step.query_embedding is not None:
+        _check_embedding(step, f"{param}.query_embedding", source, config, warnings)
+    return RetrievalPlan(
+        step_id=step.id,
+        source=source,
+        query=next(message.text for message in reversed(conversation) if message.role == "user"),
+        top_k=step.top_k,
+        filter=step.filter,
+        min_score=step.min_score,
+        skip_on_failure=step.on_failure == "skip",
+    )
+
+
+def _check_embedding(
+    step: RetrievalStep, param: str, source: DataSourceRecord, config: Config, warnings: list[str]
+) -> None:
+    """Queries are embedded as the documents were; a contract that asks for another way is told."""
+    asked = step.query_embedding
+    assert asked is not None
+    alias = config.aliases.get(asked.model)
+    generating = {model.name for model in config.models if model.engine != "embedding"}
+    if alias is not None and alias.model in generating:
+        # One alias serves contracts that name a single provider model for both purposes.
+        warnings.append(
+            f"{param}.model: {asked.model!r} stands for a model that generates; the query is embedded with "
+            f"{source.embedding_model!r}, as the data source was"
+        )
+    else:
+        model = _served(asked.model, config, Task.EMBED, f"{param}.model")
+        own = config.aliases.get(source.embedding_model)
+        if model.name != (own.model if own is not None else source.embedding_model):
+            raise InvalidRequest(
+                f"{param}.model: the data source was embedded with {source.embedding_model!r}, not with "
+                f"{model.name!r}; name that model, or fill a data source with the other one",
+                param=f"{param}.model",
+            )
+    if asked.dimension is None or asked.dimension == source.dimension:
+        return
+    mismatch = (
+        f"{param}.dimension: is {asked.dimension}, but the data source's vectors have {source.dimension}"
+    )
+    if alias is None or not alias.ignore_dimension:
+        raise InvalidRequest(f"{mismatch}; give that, or leave it out", param=f"{param}.dimension")
+    warnings.append(f"{mismatch}; ignored, as the alias {asked.model!r} asks for")
+
+
+def _unserved(contract: Contract) -> list[str]:
+    """Return a warning for each part of the contract that this cell can't act on."""
+    warnings = []
+    if contract.cache_strategy.type != "none":
+        warnings.append(
+            f"cache_strategy: {contract.cache_strategy.type!r} has no effect, as no cache is configured in this "
+            "cell; every answer is computed"
+        )
+    generation = contract.pipeline.generation
+    if generation is None:
+        warnings += [
+            f"{name}: has no effect, as no step generates"
+            for name in ("execution_hints", "stream_control")
+            if name in contract.model_fields_set
+        ]
+    elif generation.uses is not None:
+        warnings += [
+            f"pipeline.steps[{index}]: no step uses what {step.id!r} finds"
+            for index, step in enumerate(contract.pipeline.retrievals)
+            if step.id not in generation.uses
+        ]
+    return warnings
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def _conversation(invocation: Invocation, values: Variables) -> tuple[Message, ...]:
+    if invocation.messages is not None:
+        return tuple(Message(message.role, message.content) for message in invocation.messages)
+    assert invocation.input is not None
+    return (Message("user", values.filled(invocation.input) if values.given else invocation.input),)
+
+
+def _with_system(system_prompt: str, conversation: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the conversation under one system message: the pipeline's own prompt, then the caller's."""
+    leading = 0
+    while leading < len(conversation) and conversation[leading].role == "system":
+        leading += 1
+    parts = [system_prompt, *(message.text for message in conversation[:leading])]
+    text = "\n\n".join(part for part in parts if part)
+    rest = conversation[leading:]
+    return (Message("system", text), *rest) if text else rest
+
+
+def _check_marks(
+    residency: Residency, system_prompt: str, conversation: Sequence[Message], contract: Contract
+) -> None:
+    texts = [system_prompt, *(message.text for message in conversation)]
+    for step in contract.pipeline.retrievals:
+        for name, value in step.filter.items():
+            values = value if isinstance(value, tuple | list) else (value,)
+            texts += [f"{name}:{word}" for word in values if isinstance(word, str)]
+    check_marks(residency, texts)
+
+
+def _generation(
+    step: GenerationStep,
+    messages: tuple[Message, ...],
+    hints: ExecutionHints,
+    stream_control: StreamControl,
+    *,
+    request_id: str,
+    tenant: Tenant,
+    residency: Residency,
+    retrieving: Sequence[str],
+) -> GenerationPlan:
+    step_id = step.id or "generation-1"
+    return GenerationPlan(
+        step_id=step_id,
+        placement=PlacementRequest(
+            request_id=request_id,
+            step_id=step_id,
+            attempt=1,
+            tenant_id=tenant.tenant_id,
+            task=int(Task.GENERATE),
+            model=step.model,
+            prompt_tokens=sum(estimated_tokens(message.text) + TOKENS_PER_MESSAGE for message in messages),
+            max_output_tokens=step.max_output_tokens,
+            allowed_regions=residency.allowed_regions,
+            prefer_regions=hints.prefer_region,
+            avoid_models=hints.avoid_models,
+            min_memory_mb=hints.min_gpu_memory_mb,
+            lowest_precision=hints.lowest_precision,
+        ),
+        messages=messages,
+        sampling=Sampling(
+            max_output_tokens=step.max_output_tokens,
+            temperature=step.temperature,
+            top_p=step.top_p,
+            top_k=step.top_k,
+            seed=step.seed,
+            frequency_penalty=step.frequency_penalty,
+            presence_penalty=step.presence_penalty,
+        ),
+        stops=step.stop,
+        stream_control=stream_control,
+        uses=frozenset(retrieving if step.uses is None else set(step.uses) & set(retrieving)),
+    )
