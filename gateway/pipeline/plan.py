@@ -287,8 +287,8 @@ def _unserved(contract: Contract) -> list[str]:
     warnings = []
     if contract.cache_strategy.type != "none":
         warnings.append(
-            f"cache_strategy: {contract.cache_strategy.type!r} has no effect, as no cache is configured in this "
-            "cell; every answer is computed"
+            f"cache_strategy: {contract.cache_strategy.type!r} has no effect, as no cache is configured in "
+            "this cell; every answer is computed"
         )
     generation = contract.pipeline.generation
     if generation is None:

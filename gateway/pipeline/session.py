@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 from gateway.pipeline.chunks import Chunker
 from gateway.pipeline.events import Chunk
 from gateway.pipeline.stops import StopFilter
-from grid.errors import DeadlineExceeded, GridError, InternalError, Rejected, UnitLost, revive
+from grid.errors import DeadlineExceeded, GridError, InternalError, NoEligibleUnit, Rejected, UnitLost, revive
 from grid.wire.messages import Accepted, Done, Failed, Progress, Refused, Tokens, WireMessage
 from grid.words import FinishReason, Usage
 
@@ -148,6 +148,8 @@ class Session:
         self._order = order
         self._chunker = Chunker(order.min_tokens_per_chunk, order.max_latency_s, order.flush_on_eos)
         self._stops = StopFilter(order.stops) if order.stops else None
+        self._refusal: GridError | None = None
+        """Why the attempt before this one was not accepted."""
         self._placed: Placed | None = None
         """The reservation that still has to be settled."""
         self._placed_s = 0.0
@@ -189,9 +191,13 @@ class Session:
 
     def _on_not_placed(self, event: NotPlaced, now_s: float) -> None:
         assert self.phase is Phase.PLACING
-        self._fail(event.error, now_s)
+        error = event.error
+        if self._refusal is not None and isinstance(error, NoEligibleUnit):
+            error = self._refusal  # the units that could run it are the ones that just refused
+        self._fail(error, now_s)
 
     def _on_link_lost(self, event: LinkLost, now_s: float) -> None:
+        self._effects.append(CancelUnit(self.attempt))  # the link may be there, and only its stream be lost
         if self.phase is Phase.SUBMITTED:
             self._try_elsewhere(event.error, "failed", now_s)
         elif self.phase is Phase.ENDING:
@@ -366,6 +372,7 @@ class Session:
         if not isinstance(error, Rejected | UnitLost) or self.attempt == MAX_ATTEMPTS:
             self._fail(error, now_s, outcome)
             return
+        self._refusal = error
         self.excluded += (self._placed.unit_id,)
         self._settle(outcome, now_s)
         self.phase = Phase.PLACING

@@ -52,6 +52,6 @@ class Variables:
         for name in self._values:
             if name not in self._used:
                 raise InvalidRequest(
-                    f"variables.{name}: unknown; neither `system_prompt` nor `input` has a placeholder for it",
+                    f"variables.{name}: unknown; neither `system_prompt` nor `input` has its placeholder",
                     param=f"variables.{name}",
                 )

@@ -96,8 +96,8 @@ def check_entry(rule: str, config: Config) -> Residency:
     residency = parse_rule(rule)
     if not residency.allows(config.cell.region):
         raise Forbidden(
-            f"{HEADER} {residency.rule!r} does not allow this cell's region {config.cell.region!r}; call a cell "
-            "in an allowed region, or name this one's region",
+            f"{HEADER} {residency.rule!r} does not allow this cell's region {config.cell.region!r}; call a "
+            "cell in an allowed region, or name this one's region",
             param=HEADER,
             cell_region=config.cell.region,
         )
