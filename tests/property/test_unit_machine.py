@@ -20,7 +20,6 @@ CARD = UnitCard(
     "u", "i", "h", 1, "n", "r", Task.GENERATE, "m", 16, "f", 99, "CPU", 0.0, 1, MAX_RUNNING, MAX_WAITING, 1.0
 )
 PEERS = st.integers(0, 1)
-STREAMS = st.integers(1, 4)
 
 
 class Stream:
@@ -39,6 +38,7 @@ class UnitMachine(RuleBasedStateMachine):
         self.unit = Unit(CARD)
         self.now_s = 0.0
         self.requests = 0
+        self.numbers = 0
         self.streams: dict[tuple[int, int], Stream] = {}
         self.preparing: set[int] = set()
         self.generating: set[int] = set()
@@ -92,50 +92,76 @@ class UnitMachine(RuleBasedStateMachine):
             case _:
                 raise AssertionError(message)
 
+    def open_streams(self) -> list[tuple[int, int]]:
+        return [key for key, stream in self.streams.items() if not stream.ended]
+
+    def new_submit(self, stream: int, budget: int, emitted: int, deadline_ms: float, priority: int) -> Submit:
+        self.requests += 1
+        request = f"req_{self.requests}"
+        ids = tuple(range(emitted))
+        return Submit(
+            stream, request, 0, f"{request}/0", "m", (), (), Sampling(budget), "", deadline_ms, priority, ids
+        )
+
     @rule(
         peer=PEERS,
-        stream=STREAMS,
         budget=st.integers(0, 4),
         emitted=st.integers(0, 2),
-        deadline_ms=st.sampled_from([0.0, 1000.0]),
-        fresh=st.booleans(),
+        deadline_ms=st.sampled_from([0.0, 0.0, 1000.0]),
         priority=st.integers(0, 1),
+        count=st.integers(1, 3),
+        prepared=st.integers(0, 3),
     )
     def submit(
         self,
         peer: int,
-        stream: int,
         budget: int,
         emitted: int,
         deadline_ms: float,
-        fresh: bool,
         priority: int,
+        count: int,
+        prepared: int,
     ) -> None:
-        self.requests += fresh or not self.requests
-        submit = Submit(
-            stream,
-            f"req_{self.requests}",
-            0,
-            f"res_{self.requests}",
-            "m",
-            (),
-            (),
-            Sampling(budget),
-            "salt",
-            deadline_ms,
-            priority,
-            tuple(range(emitted)),
-        )
-        live = self.streams.get((peer, stream))
-        if live is None or live.ended:
-            self.streams[peer, stream] = Stream(submit)
+        """A burst: some prompts are ready at once, the others stay in preparation."""
+        for _ in range(count):
+            self.numbers += 1
+            submit = self.new_submit(self.numbers, budget, emitted, deadline_ms, priority)
+            self.streams[peer, submit.stream] = Stream(submit)
             self.feed(ev.Submitted(peer, submit))
-        else:
-            self.feed(ev.Submitted(peer, submit))
-            assert peer in self.dropped
-            self.lose_peer(peer)
+        for job in sorted(self.preparing)[:prepared]:
+            self.preparing.discard(job)
+            self.feed(ev.PromptReady(job, PROMPT))
 
-    @rule(peer=PEERS)
+    @precondition(lambda self: self.open_streams())
+    @rule(data=st.data(), kind=st.sampled_from(["replay", "reuse", "lose", "drain"]))
+    def mishap(self, data: st.DataObject, kind: str) -> None:
+        match kind:
+            case "replay":
+                self.replay(data)
+            case "reuse":
+                self.reuse_a_stream_number(data)
+            case "lose":
+                self.lose_peer(data.draw(PEERS))
+            case "drain":
+                self.drain()
+
+    def replay(self, data: st.DataObject) -> None:
+        """The same attempt on a new stream: refused, unless the first was never accepted."""
+        known = data.draw(st.sampled_from(sorted(self.streams)))
+        first = self.streams[known]
+        self.numbers += 1
+        again = first.submit._replace(stream=self.numbers)
+        self.streams[known[0], self.numbers] = Stream(again)
+        self.feed(ev.Submitted(known[0], again))
+        if first.accepted or not first.ended:
+            assert self.streams[known[0], self.numbers].ended
+
+    def reuse_a_stream_number(self, data: st.DataObject) -> None:
+        peer, number = data.draw(st.sampled_from(sorted(self.open_streams())))
+        self.feed(ev.Submitted(peer, self.new_submit(number, 1, 0, 0.0, 0)))
+        assert peer in self.dropped
+        self.lose_peer(peer)
+
     def lose_peer(self, peer: int) -> None:
         for key, stream in self.streams.items():
             if key[0] == peer:
@@ -143,25 +169,19 @@ class UnitMachine(RuleBasedStateMachine):
         self.feed(ev.PeerLost(peer))
         self.dropped.discard(peer)
 
-    @rule(peer=PEERS, stream=STREAMS)
-    def cancel(self, peer: int, stream: int) -> None:
-        self.feed(ev.CancelAsked(peer, stream))
-        known = self.streams.get((peer, stream))
-        assert known is None or known.ended
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.open_streams()) or sorted(self.streams)))
+        self.feed(ev.CancelAsked(*key))
+        assert self.streams[key].ended
 
     @precondition(lambda self: self.preparing)
-    @rule(data=st.data())
-    def prepare(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), fits=st.booleans())
+    def prepare(self, data: st.DataObject, fits: bool) -> None:
         job = data.draw(st.sampled_from(sorted(self.preparing)))
         self.preparing.discard(job)
-        self.feed(ev.PromptReady(job, PROMPT))
-
-    @precondition(lambda self: self.preparing)
-    @rule(data=st.data())
-    def refuse(self, data: st.DataObject) -> None:
-        job = data.draw(st.sampled_from(sorted(self.preparing)))
-        self.preparing.discard(job)
-        self.feed(ev.Broke(job, InternalError("bad prompt")))
+        self.feed(ev.PromptReady(job, PROMPT) if fits else ev.Broke(job, InternalError("bad prompt")))
 
     @precondition(lambda self: self.generating)
     @rule(data=st.data(), tokens=st.integers(0, 3), finish=st.sampled_from([None, None, "stop"]))
@@ -175,7 +195,7 @@ class UnitMachine(RuleBasedStateMachine):
         if finish is not None:
             self.feed(ev.Released(job))
 
-    @precondition(lambda self: self.generating)
+    @precondition(lambda self: len(self.generating) > 1)
     @rule(data=st.data())
     def break_one(self, data: st.DataObject) -> None:
         job = data.draw(st.sampled_from(sorted(self.generating)))
@@ -197,17 +217,22 @@ class UnitMachine(RuleBasedStateMachine):
         self.now_s += seconds
         self.feed(ev.Tick())
 
-    @rule(draining=st.booleans())
-    def drain(self, draining: bool) -> None:
-        self.feed(ev.SetDraining(draining))
+    def drain(self) -> None:
+        """Drain and take up work again; what comes in between is refused."""
+        self.feed(ev.SetDraining(True))
+        self.numbers += 1
+        submit = self.new_submit(self.numbers, 1, 0, 0.0, 0)
+        stream = self.streams[0, self.numbers] = Stream(submit)
+        self.feed(ev.Submitted(0, submit))
+        assert stream.ended
+        self.feed(ev.SetDraining(False))
 
-    @precondition(lambda self: self.requests > 8)
-    @rule(seldom=st.integers(0, 9))
-    def die(self, seldom: int) -> None:
-        if seldom == 0:
-            self.feed(ev.Broke(0, UnitLost("killed")))
-            assert self.died == 1
-            assert all(stream.ended for stream in self.streams.values())
+    @precondition(lambda self: self.requests > 25)
+    @rule()
+    def die(self) -> None:
+        self.feed(ev.Broke(0, UnitLost("killed")))
+        assert self.died == 1
+        assert not self.open_streams()
 
     @invariant()
     def load_is_what_gateways_see(self) -> None:
