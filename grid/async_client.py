@@ -104,6 +104,10 @@ class AsyncGrid:
     async def units(self) -> list[Json]:
         return await self._run(self._operations.units())
 
+    async def readiness(self) -> Json:
+        """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
+        return await self._run(self._operations.readiness())
+
     async def keys(self) -> list[Json]:
         return await self._run(self._operations.keys())
 
@@ -134,7 +138,7 @@ class AsyncGrid:
             return self._clock()
         with connection_errors(self._http):
             if isinstance(step, Call):
-                return json_of(await self._http.send(request_of(self._http, step)))
+                return json_of(await self._http.send(request_of(self._http, step)), step.answers)
             response = await self._http.send(request_of(self._http, step.call), stream=True)
             if response.is_success:
                 return response

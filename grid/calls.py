@@ -35,6 +35,8 @@ class Call:
     path: str
     body: Mapping[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    answers: tuple[int, ...] = ()
+    """Statuses besides success that are an answer, not an error."""
 
 
 def error_of(status: int, body: object, headers: Mapping[str, str] | None = None) -> GridError:

@@ -116,6 +116,10 @@ class Grid:
     def units(self) -> list[Json]:
         return self._run(self._operations.units())
 
+    def readiness(self) -> Json:
+        """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
+        return self._run(self._operations.readiness())
+
     def keys(self) -> list[Json]:
         return self._run(self._operations.keys())
 
@@ -146,7 +150,7 @@ class Grid:
             return self._clock()
         with connection_errors(self._http):
             if isinstance(step, Call):
-                return json_of(self._http.send(request_of(self._http, step)))
+                return json_of(self._http.send(request_of(self._http, step)), step.answers)
             response = self._http.send(request_of(self._http, step.call), stream=True)
             if response.is_success:
                 return response

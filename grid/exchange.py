@@ -60,13 +60,13 @@ def connection_errors(http: httpx.Client | httpx.AsyncClient) -> Iterator[None]:
         raise Unreachable(f"no answer from the gateway at {http.base_url}: {reason}") from error
 
 
-def json_of(response: httpx.Response) -> Json:
-    """Return the body of a success; raises the error that any other answer names."""
+def json_of(response: httpx.Response, answers: tuple[int, ...] = ()) -> Json:
+    """Return the body of a success or of a status in `answers`; raises the error that any other names."""
     try:
         body = response.json()
     except ValueError:
         body = None
-    if not response.is_success:
+    if not response.is_success and response.status_code not in answers:
         raise error_of(response.status_code, body, response.headers)
     if not isinstance(body, dict):
         raise InternalError(f"the server at {response.url} answered without JSON; is this a gateway?")

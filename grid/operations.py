@@ -84,13 +84,20 @@ class Operations:
     def units(self) -> Operation[list[Json]]:
         return self._list("/v1/units", "units")
 
+    def readiness(self) -> Operation[Json]:
+        """Asked once: a cell that isn't ready is an answer."""
+        answer: Json = yield Call("GET", "/readyz", answers=(503,))
+        return answer
+
     def keys(self) -> Operation[list[Json]]:
         return self._list("/v1/keys", "keys")
 
     def create_key(self, tenant_id: str, label: str, operator: bool) -> Operation[Json]:
-        return self.call(
-            Call("POST", "/v1/keys", {"tenant_id": tenant_id, "label": label, "operator": operator})
+        """Asked once: a second try could make a second key that nobody has seen."""
+        answer: Json = yield Call(
+            "POST", "/v1/keys", {"tenant_id": tenant_id, "label": label, "operator": operator}
         )
+        return answer
 
     def revoke_key(self, key_id: str) -> Operation[Json]:
         return self.call(Call("DELETE", f"/v1/keys/{_part(key_id)}"))

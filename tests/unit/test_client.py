@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.gateway import FINISH, LISTED, RETRIEVAL, START, refusal, sse
 
 from grid import AsyncGrid, Grid
 from grid.calls import FIRST_RETRY_S, MAX_RETRIES, RETRY_GROWTH, Unreachable, error_of, retry_wait_s
@@ -24,61 +25,6 @@ from grid.errors import (
 from grid.runs import MAX_EVENT_BYTES, Done, EventParser, Retrieved, Started, Token
 
 Handler = Callable[[httpx.Request], httpx.Response]
-
-PLACED = {
-    "step_id": "generation-2",
-    "unit_id": "unit-m-0",
-    "model": "m",
-    "region": "local",
-    "gpu_type": "CPU",
-    "simulated": True,
-    "predicted_ttft_ms": 12.5,
-    "why": "the only unit",
-    "moves": 0,
-}
-FINISH = {
-    "finish_reason": "stop",
-    "usage": {"input_tokens": 7, "cached_tokens": 1, "output_tokens": 2, "cu_seconds": 0.5},
-    "ttft_ms": 10.0,
-    "total_ms": 30.0,
-    "timing": [{"step_id": "generation-2", "type": "generation", "total_ms": 30.0, "prefill_ms": 9.0}],
-    "placement": [PLACED],
-    "exact": True,
-}
-START = {
-    "request_id": "req_1",
-    "pipeline_id": "pl-1",
-    "revision": 1,
-    "model": "m",
-    "steps": ["retrieval-1", "generation-2"],
-    "input_tokens": 7,
-    "cached_tokens": 1,
-    "warnings": ["no cache here"],
-    "a_field_of_tomorrow": 1,
-}
-RETRIEVAL = {
-    "step_id": "retrieval-1",
-    "documents": [{"id": "d1", "text": "t", "score": 0.5, "metadata": {"status": "published"}}],
-    "dropped": 1,
-}
-LISTED = {
-    "pipeline_id": "pl-1",
-    "name": "support",
-    "status": "active",
-    "reason": None,
-    "created_at": "2025-01-01T00:00:00Z",
-}
-
-
-def sse(*events: tuple[str, dict[str, Any]]) -> bytes:
-    return b"".join(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in events)
-
-
-def refusal(status: int, code: str, headers: dict[str, str] | None = None, **details: Any) -> httpx.Response:
-    envelope = {"type": "x", "code": code, "message": f"it is {code}", "param": None, "retryable": True}
-    return httpx.Response(
-        status, json={"error": {**envelope, **details}, "request_id": "req_9"}, headers=headers
-    )
 
 
 class Clock:

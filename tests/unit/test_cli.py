@@ -1,0 +1,246 @@
+"""The command line against a gateway that is a function and a launcher that starts nothing."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.gateway import FINISH, LISTED, RETRIEVAL, START, refusal, sse
+from typer.testing import CliRunner, Result
+
+from gateway import cli
+from gateway.console import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
+from grid import client
+
+UNIT = {
+    "unit_id": "unit-m-0",
+    "model": "m",
+    "simulated": True,
+    "state": "ready",
+    "region": "local",
+    "gpu_type": "H100",
+    "precision": "fp8",
+    "running": 1,
+    "max_running": 16,
+    "waiting": 0,
+    "max_waiting": 32,
+}
+SOURCE = {
+    "name": "help",
+    "data_source_id": "ds-1",
+    "type": "qdrant",
+    "embedding_model": "e",
+    "document_count": 2,
+    "last_updated_at": "2025-01-01T00:00:00Z",
+}
+Routes = dict[tuple[str, str], httpx.Response | Callable[[httpx.Request], httpx.Response]]
+
+
+class Gateway:
+    def __init__(self) -> None:
+        self.routes: Routes = {}
+        self.asked: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request)
+        answer = self.routes.get((request.method, request.url.path))
+        if answer is None:
+            return refusal(404, "not_found")
+        return answer(request) if callable(answer) else answer
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gateway:
+    served = Gateway()
+
+    class Client(httpx.Client):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "transport": httpx.MockTransport(served)})
+
+    monkeypatch.setattr(client.httpx, "Client", Client)
+    for name in ("GRID_URL", "GRID_API_KEY", "GRID_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return served
+
+
+def grid(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_invoke_prints_the_answer_on_stdout_and_where_it_ran_on_stderr(gateway: Gateway) -> None:
+    gateway.routes = {
+        ("GET", "/v1/pipelines"): httpx.Response(200, json={"pipelines": [LISTED]}),
+        ("POST", "/v1/pipelines/pl-1/invoke"): httpx.Response(
+            200,
+            content=sse(
+                ("start", START),
+                ("token", {"index": 0, "text": "15 \x1b[31mminutes", "tokens": 1}),
+                ("done", FINISH),
+            ),
+        ),
+    }
+    result = grid("invoke", "support", "How long?", "--key", "zg-1", "--var", "a=b=c")
+    assert (result.exit_code, result.stdout) == (0, "15 [31mminutes\n")
+    assert "unit-m-0 in local (simulated)" in result.stderr
+    assert "no cache here" in result.stderr
+    assert json.loads(gateway.asked[1].content)["variables"] == {"a": "b=c"}
+    assert gateway.asked[1].headers["x-api-key"] == "zg-1"
+
+
+def test_invoke_as_json_is_one_value(gateway: Gateway) -> None:
+    body = {**START, **FINISH, "output": "15 minutes", "retrieval": [RETRIEVAL]}
+    gateway.routes = {("POST", "/v1/pipelines/pl-1/invoke"): httpx.Response(200, json=body)}
+    answer = json.loads(grid("invoke", "pl-1", "How long?", "--json").stdout)
+    assert (answer["text"], answer["usage"]["output_tokens"]) == ("15 minutes", 2)
+    assert answer["documents"][0]["document_id"] == "d1"
+
+
+def test_lists_are_tables_or_json(gateway: Gateway) -> None:
+    key = {"key_id": "key-1", "tenant_id": "t", "operator": False, "label": "", "created_at": "2025"}
+    gateway.routes = {
+        ("GET", "/v1/units"): httpx.Response(200, json={"units": [UNIT]}),
+        ("GET", "/v1/keys"): httpx.Response(200, json={"keys": [key]}),
+        ("GET", "/v1/data-sources"): httpx.Response(200, json={"data_sources": [SOURCE]}),
+    }
+    assert "unit-m-0" in grid("units").stdout
+    assert json.loads(grid("units", "--json").stdout) == {"units": [UNIT]}
+    assert "key-1" in grid("keys", "list").stdout
+    assert json.loads(grid("keys", "list", "--json").stdout) == {"keys": [key]}
+    assert "help" in grid("sources", "list").stdout
+    assert json.loads(grid("sources", "show", "help", "--json").stdout) == SOURCE
+
+
+def test_a_new_key_is_shown(gateway: Gateway) -> None:
+    made = {"key_id": "key-1", "tenant_id": "acme", "key": "zg-secret"}
+    gateway.routes = {("POST", "/v1/keys"): httpx.Response(201, json=made)}
+    assert "zg-secret" in grid("keys", "create", "acme", "--label", "ci").stdout
+    assert json.loads(gateway.asked[0].content) == {"tenant_id": "acme", "label": "ci", "operator": False}
+
+
+def test_apply_makes_source_documents_and_pipeline(gateway: Gateway, tmp_path: Path) -> None:
+    contract = {"name": "support", "pipeline": {"steps": []}}
+    (tmp_path / "docs.jsonl").write_text(
+        '{"id": "a", "title": "T", "text": "x"}\n\n{"id": "b", "text": "y"}\n'
+    )
+    (tmp_path / "manifest.json").write_text(
+        json.dumps(
+            {
+                "data_source": {"name": "help", "type": "qdrant"},
+                "documents": "docs.jsonl",
+                "pipeline": contract,
+            }
+        )
+    )
+    gateway.routes = {
+        ("GET", "/v1/data-sources"): httpx.Response(200, json={"data_sources": []}),
+        ("POST", "/v1/data-sources"): httpx.Response(201, json=SOURCE),
+        ("GET", "/v1/data-sources/ds-1"): httpx.Response(200, json=SOURCE),
+        ("POST", "/v1/data-sources/ds-1/documents"): httpx.Response(
+            200, json={"added": 2, "replaced": 0, "document_count": 2}
+        ),
+        ("GET", "/v1/pipelines"): httpx.Response(200, json={"pipelines": []}),
+        ("POST", "/v1/pipelines"): httpx.Response(201, json=LISTED),
+        ("GET", "/v1/pipelines/pl-1"): httpx.Response(200, json=LISTED),
+    }
+    result = grid("apply", str(tmp_path / "manifest.json"), "--json")
+    assert result.exit_code == 0, result.output
+    done = json.loads(result.stdout)
+    assert done["documents"]["added"] == 2
+    assert done["pipeline"]["status"] == "active"
+    sent = next(r for r in gateway.asked if r.url.path.endswith("/documents"))
+    assert json.loads(sent.content)["documents"] == [
+        {"id": "a", "text": "T\nx", "metadata": {"title": "T"}},
+        {"id": "b", "text": "y"},
+    ]
+
+
+def test_apply_shows_why_a_pipeline_failed(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('{"name": "support", "pipeline": {"steps": [{}]}}')
+    failed = {**LISTED, "status": "failed", "reason": "no unit runs model-x"}
+    gateway.routes = {
+        ("GET", "/v1/pipelines"): httpx.Response(200, json={"pipelines": []}),
+        ("POST", "/v1/pipelines"): httpx.Response(201, json=failed),
+        ("GET", "/v1/pipelines/pl-1"): httpx.Response(200, json=failed),
+    }
+    result = grid("apply", str(tmp_path / "p.json"))
+    assert result.exit_code == EXIT_FAILED
+    assert "no unit runs model-x" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "can't be read"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", "empty"),
+        ('{"pipline": {}}', "unknown part 'pipline'"),
+        ('{"data_source": {}}', "an object with a `name`"),
+        ('{"documents": [{"id": "a", "text": "x"}]}', "need a `data_source`"),
+        ('{"data_source": {"name": "h"}, "documents": [{"id": 1}]}', "documents[0]: a document is an object"),
+        ('{"data_source": {"name": "h"}, "documents": 3}', "should be a list"),
+        ('{"pipeline": "absent.json"}', "absent.json: can't be read"),
+        ('{"pipeline": 3}', "should be a contract"),
+        ('{"pipeline": {"steps": []}}', "needs a `name`"),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_one_of_usage(
+    gateway: Gateway, tmp_path: Path, content: str | None, says: str
+) -> None:
+    if content is not None:
+        (tmp_path / "m.json").write_text(content)
+    result = grid("apply", str(tmp_path / "m.json"))
+    assert result.exit_code == EXIT_USAGE
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_what_the_gateway_refuses_is_a_failure_with_its_request_id(gateway: Gateway) -> None:
+    result = grid("invoke", "pl-9", "Hi", "--key", "zg-1")
+    assert result.exit_code == EXIT_FAILED
+    assert "it is not_found" in result.stderr
+    assert "request req_9" in result.stderr
+    error = json.loads(grid("sources", "show", "ds-9", "--json").stdout)["error"]
+    assert (error["code"], error["status"]) == ("not_found", 404)
+
+
+def test_a_missing_key_is_told_where_keys_come_from(gateway: Gateway) -> None:
+    gateway.routes = {("GET", "/v1/units"): refusal(401, "unauthorised")}
+    assert "set GRID_API_KEY" in grid("units").stderr
+    assert "it is unauthorised" in grid("units", "--key", "zg-wrong").stderr
+
+
+def test_nobody_there_is_its_own_exit_code(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(cli, "Grid", partial(client.Grid, sleep=lambda _seconds: None))
+    gateway.routes = {("GET", "/v1/units"): refuse}
+    result = grid("units", "--url", "http://nowhere:1")
+    assert result.exit_code == EXIT_UNREACHABLE
+    assert "no answer from the gateway at http://nowhere:1" in result.stderr
+    assert "GRID_URL" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("invoke",),
+        ("nonsense",),
+        ("units", "--url", "localhost:8000"),
+        ("invoke", "p", "x", "--var", "novalue"),
+    ],
+)
+def test_wrong_usage(gateway: Gateway, arguments: tuple[str, ...]) -> None:
+    assert grid(*arguments).exit_code == EXIT_USAGE
+
+
+def test_a_mistake_in_the_configuration_is_one_of_usage(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text("gatway: {}")
+    result = grid("up")
+    assert result.exit_code == EXIT_USAGE
+    assert "did you mean 'gateway'?" in result.stderr
