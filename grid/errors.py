@@ -7,6 +7,7 @@
     ├── Unauthorised        no key, or a wrong one
     ├── Forbidden           residency or policy
     ├── Conflict            the state of a resource forbids it
+    │   └── IdempotencyReused   the same idempotency key came with another body
     ├── Rejected            work never began
     │   ├── NoEligibleUnit      no unit can run it now; says what would have to change
     │   └── Saturated           bounded queues are full; `retry_after_s` says when to come back
@@ -68,6 +69,10 @@ class Conflict(GridError):
     code = "conflict"
 
 
+class IdempotencyReused(Conflict):
+    code = "idempotency_key_reused"
+
+
 class Rejected(GridError):
     code = "rejected"
     retryable = True
@@ -113,6 +118,7 @@ ERRORS: dict[str, type[GridError]] = {
         Unauthorised,
         Forbidden,
         Conflict,
+        IdempotencyReused,
         Rejected,
         NoEligibleUnit,
         Saturated,

@@ -1,0 +1,232 @@
+"""What tenants declared: pipelines and data sources. The only reader and writer of their records.
+
+Every key of Redis that a call touches is built from the tenant's id, so a foreign id is looked for in the
+caller's own namespace and is as unknown there as one that never existed.
+
+    zg:{TENANT}:pipelines       hash  pipeline id → record
+    zg:{TENANT}:sources         hash  data source id → record
+    zg:{TENANT}:sources-names   hash  name → data source id
+    zg:{TENANT}:made:…          what an idempotency key made, for a day
+    zg:unsettled                set of "TENANT PIPELINE": pipelines that are deploying or failed
+    zg:sources-version          counter, raised by every change of any data source
+
+`get_pipeline`, `get_source` and `find_source` are on the hot path: they may be `tables.CACHE_S` (1 s) old in
+a process that did not make the change itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gateway.pipeline.contract import Contract
+from gateway.pipeline.stored import load_pipeline, load_source, store_pipeline, store_source
+from gateway.pipeline.tables import Made, Table, Tables, as_bytes
+from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
+from gateway.state import state_errors
+from grid.errors import Conflict, NotFound
+from grid.words import new_id
+
+UNSETTLED = "zg:unsettled"
+SOURCES_VERSION = "zg:sources-version"
+MAX_SWAPS = 16
+"""Attempts to write over a record that others write too; each failure means that somebody else succeeded."""
+
+PIPELINES = Table("pipelines", "pipeline", "pipeline_id", bound=1_000, unsettled=UNSETTLED)
+"""A list is answered whole; a thousand contracts of a few KB are a few MB."""
+SOURCES = Table(
+    "sources", "data source", "data_source_id", bound=200, unique_names=True, version=SOURCES_VERSION
+)
+"""Each is a collection with files of its own in the vector store."""
+
+
+class Registry:
+    """`clock` counts seconds, for the age of remembered reads only."""
+
+    def __init__(self, client: Redis, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._redis = client
+        self._tables = Tables(client, clock)
+
+    # --- pipelines --------------------------------------------------------------------------
+
+    async def create_pipeline(
+        self, tenant_id: str, contract: Contract, *, idempotency_key: str = ""
+    ) -> PipelineRecord:
+        """Store a new pipeline as `deploying`. A repeated idempotency key answers as the first call did.
+
+        Raises IdempotencyReused for the same key with another contract, Conflict at the tenant's bound.
+        """
+        new = Made(new_id("pl-"), _now())
+        record = PipelineRecord(
+            pipeline_id=new.record_id,
+            tenant_id=tenant_id,
+            name=contract.name or "",
+            revision=1,
+            contract=contract,
+            status=PipelineStatus.DEPLOYING,
+            reason="",
+            created_at=new.created_at,
+            updated_at=new.created_at,
+        )
+        made = await self._tables.create(
+            PIPELINES,
+            tenant_id,
+            new,
+            store_pipeline(record),
+            body=contract.model_dump(mode="json"),
+            idempotency_key=idempotency_key,
+        )
+        return replace(
+            record, pipeline_id=made.record_id, created_at=made.created_at, updated_at=made.created_at
+        )
+
+    async def get_pipeline(self, tenant_id: str, pipeline_id: str) -> PipelineRecord:
+        """Raises NotFound, for a foreign id too."""
+
+        async def load() -> PipelineRecord:
+            return load_pipeline(await self._tables.read(PIPELINES, tenant_id, pipeline_id))
+
+        return await self._tables.remembered(tenant_id, "pipeline", pipeline_id, load)
+
+    async def list_pipelines(self, tenant_id: str) -> list[PipelineRecord]:
+        """Return the tenant's pipelines, oldest first."""
+        records = [load_pipeline(stored) for stored in await self._tables.read_all(PIPELINES, tenant_id)]
+        return sorted(records, key=lambda record: (record.created_at, record.pipeline_id))
+
+    async def delete_pipeline(self, tenant_id: str, pipeline_id: str) -> None:
+        """Raises NotFound. Calls in flight finish on what they loaded."""
+        await self._tables.delete(PIPELINES, tenant_id, pipeline_id)
+
+    async def set_status(
+        self, tenant_id: str, pipeline_id: str, revision: int, status: PipelineStatus, reason: str
+    ) -> PipelineRecord | None:
+        """Write what became of one revision. Returns None, and writes nothing, if it is gone or replaced."""
+        for _attempt in range(MAX_SWAPS):
+            try:
+                old = await self._tables.read(PIPELINES, tenant_id, pipeline_id)
+            except NotFound:
+                return None
+            record = load_pipeline(old)
+            if record.revision != revision:
+                return None
+            if (record.status, record.reason) == (status, reason):
+                return record
+            record = replace(record, status=status, reason=reason, updated_at=_now())
+            settled = status is PipelineStatus.ACTIVE
+            if await self._tables.swap(
+                PIPELINES, tenant_id, pipeline_id, old, store_pipeline(record), settled=settled
+            ):
+                return record
+        raise Conflict(f"pipeline {pipeline_id} is being changed by others all the time; try again")
+
+    async def unsettled(self) -> list[tuple[str, str]]:
+        """Return (tenant id, pipeline id) of every pipeline that is deploying or failed. For the deployer."""
+        with state_errors():
+            members = await self._redis.smembers(UNSETTLED)
+        pairs = [as_bytes(member).decode().split(" ", 1) for member in members]
+        return sorted((tenant_id, pipeline_id) for tenant_id, pipeline_id in pairs)
+
+    # --- data sources -----------------------------------------------------------------------
+
+    async def create_source(
+        self,
+        tenant_id: str,
+        *,
+        name: str,
+        type: str,
+        config: Mapping[str, Any],
+        region: str,
+        embedding_model: str,
+        dimension: int,
+        idempotency_key: str = "",
+    ) -> DataSourceRecord:
+        """Store a new data source; `dimension` 0 means: as the embedding model's first vectors say.
+
+        Raises Conflict for a name that the tenant already uses and at its bound, IdempotencyReused as above.
+        """
+        new = Made(new_id("ds-"), _now())
+        record = DataSourceRecord(
+            data_source_id=new.record_id,
+            tenant_id=tenant_id,
+            name=name,
+            type=type,
+            config=dict(config),
+            region=region,
+            embedding_model=embedding_model,
+            dimension=dimension,
+            document_count=0,
+            last_updated_at="",
+            created_at=new.created_at,
+        )
+        made = await self._tables.create(
+            SOURCES,
+            tenant_id,
+            new,
+            store_source(record),
+            name=name,
+            body=[name, type, dict(config), region, embedding_model],
+            idempotency_key=idempotency_key,
+        )
+        return replace(record, data_source_id=made.record_id, created_at=made.created_at)
+
+    async def get_source(self, tenant_id: str, data_source_id: str) -> DataSourceRecord:
+        """Raises NotFound, for a foreign id too."""
+
+        async def load() -> DataSourceRecord:
+            return load_source(await self._tables.read(SOURCES, tenant_id, data_source_id))
+
+        return await self._tables.remembered(tenant_id, "source", data_source_id, load)
+
+    async def find_source(self, tenant_id: str, name: str) -> DataSourceRecord:
+        """Return the tenant's data source of that name. Raises NotFound."""
+
+        async def load() -> DataSourceRecord:
+            return load_source(await self._tables.read_named(SOURCES, tenant_id, name))
+
+        return await self._tables.remembered(tenant_id, "source name", name, load)
+
+    async def list_sources(self, tenant_id: str) -> list[DataSourceRecord]:
+        """Return the tenant's data sources, oldest first."""
+        records = [load_source(stored) for stored in await self._tables.read_all(SOURCES, tenant_id)]
+        return sorted(records, key=lambda record: (record.created_at, record.data_source_id))
+
+    async def delete_source(self, tenant_id: str, data_source_id: str) -> None:
+        """Forget a data source; its vectors are the caller's to drop first. Raises NotFound."""
+        record = load_source(await self._tables.read(SOURCES, tenant_id, data_source_id))
+        await self._tables.delete(SOURCES, tenant_id, data_source_id, record.name)
+
+    async def touch_source(
+        self, tenant_id: str, data_source_id: str, *, document_count: int, dimension: int
+    ) -> DataSourceRecord:
+        """Write what a change of documents left behind; `last_updated_at` becomes now.
+
+        Raises NotFound, and Conflict when `dimension` contradicts one that is already known.
+        """
+        for _attempt in range(MAX_SWAPS):
+            old = await self._tables.read(SOURCES, tenant_id, data_source_id)
+            record = load_source(old)
+            if record.dimension not in (0, dimension):
+                raise Conflict(
+                    f"data source {data_source_id} holds vectors of {record.dimension} numbers, "
+                    f"not {dimension}"
+                )
+            record = replace(
+                record, dimension=dimension, document_count=document_count, last_updated_at=_now()
+            )
+            if await self._tables.swap(SOURCES, tenant_id, data_source_id, old, store_source(record)):
+                return record
+        raise Conflict(f"data source {data_source_id} is being changed by others all the time; try again")
+
+    async def sources_version(self) -> int:
+        """Return a number that rises with every change of any data source."""
+        with state_errors():
+            return int(await self._redis.get(SOURCES_VERSION) or 0)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
