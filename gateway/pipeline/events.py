@@ -52,6 +52,8 @@ class Started:
     input_tokens: int
     """Prompt tokens of the generation step, known once its unit accepted it."""
     cached_tokens: int
+    region: str = ""
+    """Where the generation step runs; "" where a pipeline only retrieves."""
 
 
 @dataclass(frozen=True, slots=True)

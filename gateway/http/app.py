@@ -1,0 +1,171 @@
+"""The HTTP face of a cell as one raw ASGI callable. Every response leaves through here.
+
+For each request it makes the request id, authenticates, and hands over: the two hot routes directly, all
+others to a FastAPI application that shares the call, the ids and the error envelope. It is pickled to the
+replicas, so what holds sockets is built in the lifespan, in the serving loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from fastapi import FastAPI
+
+from gateway.http import openai, pipelines
+from gateway.http.call import CALL, EXCHANGE, Call
+from gateway.http.cold import build_cold_app
+from gateway.http.errors import MethodNotAllowed, openai_envelope, unexpected
+from gateway.http.exchange import Exchange, Message, Receive, Scope, Send, client_request_id
+from gateway.services import Services
+from gateway.trust.residency import HEADER as RESIDENCY_HEADER
+from gateway.trust.residency import Residency, parse_rule
+from grid.config import Config
+from grid.errors import Forbidden, GridError, Rejected, Saturated, Unauthorised
+from grid.words import new_id
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "zerogrid.request_id"
+"""Scope key: the id that a middleware in front already made."""
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/docs/oauth2-redirect", "/openapi.json"})
+"""What answers without a key: nothing there belongs to a tenant."""
+CHAT_PATH = "/v1/chat/completions"
+OPENAI_PREFIXES = ("/v1/chat/", "/v1/models")
+INVOKE_PREFIX, INVOKE_SUFFIX = "/v1/pipelines/", "/invoke"
+FULL_RETRY_AFTER_S = 1.0
+"""A replica at its stream cap frees a place about as often as a short answer ends."""
+
+Hot = Callable[[Call], Awaitable[None]]
+
+
+class GatewayApp:
+    """`build` makes the services of this replica when it starts."""
+
+    def __init__(self, config: Config, build: Callable[[], Awaitable[Services]]) -> None:
+        self._config = config
+        self._build = build
+        self._services: Services | None = None
+        self._cold: FastAPI | None = None
+        self._streams = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            await send(
+                {"type": "websocket.close", "code": 1003, "reason": "this server speaks HTTP and SSE only"}
+            )
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message: Message = await receive()
+            if message["type"] == "lifespan.startup":
+                try:
+                    self._services = await self._build()
+                    self._cold = build_cold_app()
+                except Exception as error:
+                    logger.exception("the gateway did not start")
+                    await send(
+                        {"type": "lifespan.startup.failed", "message": f"{type(error).__name__}: {error}"}
+                    )
+                    return
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                if self._services is not None:
+                    await self._services.close()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, scope.get(REQUEST_ID) or new_id("req_"))
+        given = exchange.header(b"x-client-request-id")
+        if not given and REQUEST_ID not in scope:
+            given = exchange.header(b"x-request-id")
+        if echo := client_request_id(given):
+            exchange.extra_headers.append((b"x-client-request-id", echo.encode()))
+        if exchange.path.startswith(OPENAI_PREFIXES):
+            exchange.envelope = openai_envelope
+        scope[EXCHANGE] = exchange
+        try:
+            await self._dispatch(exchange)
+        except GridError as error:
+            await self._fail(exchange, error)
+        except Exception as error:
+            await self._fail(exchange, unexpected(error, exchange.request_id))
+
+    async def _dispatch(self, exchange: Exchange) -> None:
+        services = self._services
+        if services is None:
+            raise Rejected("the gateway is starting; try again in a second", retry_after_s=FULL_RETRY_AFTER_S)
+        path = exchange.path
+        if path in OPEN_PATHS:
+            exchange.scope["state"] = {"services": services}
+            await self._cold_app(exchange)
+            return
+        tenant = await services.tenants.authenticate(presented_key(exchange))
+        residency = self._residency(exchange)
+        call = Call(exchange, services, tenant, residency)
+        hot = self._hot(path)
+        if hot is None:
+            exchange.scope[CALL] = call
+            await self._cold_app(exchange)
+            return
+        if exchange.method != "POST":
+            raise MethodNotAllowed(f"{path} takes POST, not {exchange.method}", allowed=["POST"])
+        if self._streams >= self._config.gateway.max_streams_per_replica:
+            raise Saturated(
+                "this gateway replica runs as many requests as it may (gateway.max_streams_per_replica)",
+                retry_after_s=FULL_RETRY_AFTER_S,
+            )
+        self._streams += 1
+        try:
+            await hot(call)
+        finally:
+            self._streams -= 1
+
+    def _residency(self, exchange: Exchange) -> Residency:
+        """Return where the call may run. Raises Forbidden, before the body is read, if that is not here."""
+        residency = parse_rule(exchange.header(RESIDENCY_HEADER.encode()))
+        region = self._config.cell.region
+        if not residency.allows(region):
+            raise Forbidden(
+                f"this gateway is in {region!r}, outside of {residency.rule!r}; call a gateway inside",
+                param=RESIDENCY_HEADER,
+                allowed_regions=list(residency.allowed_regions),
+            )
+        return residency
+
+    def _hot(self, path: str) -> Hot | None:
+        if path == CHAT_PATH:
+            return openai.chat_completions
+        if path.startswith(INVOKE_PREFIX) and path.endswith(INVOKE_SUFFIX):
+            pipeline_id = path[len(INVOKE_PREFIX) : -len(INVOKE_SUFFIX)]
+            if pipeline_id and "/" not in pipeline_id:
+                return partial(pipelines.invoke, pipeline_id=pipeline_id)
+        return None
+
+    async def _cold_app(self, exchange: Exchange) -> None:
+        assert self._cold is not None
+        await self._cold(exchange.scope, exchange.receive, exchange.send)
+
+    async def _fail(self, exchange: Exchange, error: GridError) -> None:
+        if not exchange.started:
+            await exchange.refuse(error)
+        elif not exchange.finished:
+            # Too late for a status; an unfinished body is the only honest sign left.
+            raise error
+
+
+def presented_key(exchange: Exchange) -> str:
+    """Return the key that the caller presents. Raises Unauthorised when there is none."""
+    key = exchange.header(b"x-api-key").strip()
+    if not key:
+        scheme, _, value = exchange.header(b"authorization").partition(" ")
+        key = value.strip() if scheme.lower() == "bearer" else ""
+    if not key:
+        raise Unauthorised("no key; send it as `x-api-key: …` or `Authorization: Bearer …`")
+    return key

@@ -1,0 +1,123 @@
+"""Errors as HTTP: one table from the error tree to statuses, and the two envelopes. Nothing here awaits."""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from typing import Any
+
+from grid.errors import (
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    GridError,
+    IdempotencyReused,
+    InternalError,
+    Interrupted,
+    InvalidRequest,
+    NotFound,
+    Rejected,
+    Saturated,
+    TooLarge,
+    Unauthorised,
+)
+
+logger = logging.getLogger(__name__)
+
+MIN_RETRY_AFTER_S = 1
+"""`retry-after` is in whole seconds, and 0 would invite a storm."""
+INTERNAL_MESSAGE = "the cell failed on this request; its log names the cause under the request id"
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path exists, for another method; `details["allowed"]` lists those it takes."""
+
+    code = "method_not_allowed"
+
+
+TABLE: dict[type[GridError], tuple[int, str]] = {
+    InvalidRequest: (400, "invalid_request_error"),
+    Unauthorised: (401, "authentication_error"),
+    Forbidden: (403, "permission_error"),
+    NotFound: (404, "not_found_error"),
+    MethodNotAllowed: (405, "invalid_request_error"),
+    Conflict: (409, "conflict_error"),
+    TooLarge: (413, "request_too_large"),
+    IdempotencyReused: (422, "invalid_request_error"),
+    Saturated: (429, "rate_limit_error"),
+    Cancelled: (499, "cancelled_error"),
+    InternalError: (500, "api_error"),
+    GridError: (500, "api_error"),
+    Rejected: (503, "unavailable_error"),
+    Interrupted: (503, "unavailable_error"),
+    DeadlineExceeded: (504, "timeout_error"),
+}
+"""Status and type of each error; a class that isn't listed is its nearest listed base."""
+
+
+def status_of(error: GridError) -> tuple[int, str]:
+    """Return (HTTP status, `error.type`)."""
+    for kind in type(error).__mro__:
+        if kind in TABLE:
+            return TABLE[kind]
+    raise AssertionError("every GridError has GridError itself in the table")
+
+
+def envelope(error: GridError, request_id: str) -> dict[str, Any]:
+    """Return the grid's own envelope; details never hide the fixed fields."""
+    return {
+        "error": {
+            **error.details,
+            "type": status_of(error)[1],
+            "code": error.code,
+            "message": error.message,
+            "param": error.param or None,
+            "retryable": error.retryable,
+        },
+        "request_id": request_id,
+    }
+
+
+def openai_envelope(error: GridError, request_id: str) -> dict[str, Any]:
+    """Return the envelope that OpenAI's clients read; the request id travels in its header."""
+    del request_id
+    status, kind = status_of(error)
+    if status in (404, 409, 413):
+        kind = "invalid_request_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param or None,
+            "code": "model_not_found" if status == 404 and error.param == "model" else error.code,
+        }
+    }
+
+
+def error_headers(error: GridError) -> list[tuple[bytes, bytes]]:
+    """Return the headers that a refusal carries beside its envelope."""
+    headers: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s > 0 or isinstance(error, Saturated):
+        seconds = max(MIN_RETRY_AFTER_S, math.ceil(error.retry_after_s))
+        headers.append((b"retry-after", b"%d" % seconds))
+    if isinstance(error, Unauthorised):
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, TooLarge):
+        # The rest of the body is still on its way; closing is cheaper than reading it to nowhere.
+        headers.append((b"connection", b"close"))
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", ", ".join(error.details["allowed"]).encode()))
+    return headers
+
+
+def unexpected(error: Exception, request_id: str) -> InternalError:
+    """Log a bug and return what its caller is told.
+
+    Only the exception's type and code lines are logged: messages of parsers and validators quote their
+    input, which may be a prompt.
+    """
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("request %s failed with %s\n%s", request_id, type(error).__name__, frames)
+    return InternalError(INTERNAL_MESSAGE)

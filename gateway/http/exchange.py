@@ -1,0 +1,159 @@
+"""One HTTP request and its one response, over raw ASGI. What every response carries is added here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from typing import Any
+
+import orjson
+
+from gateway.http.errors import envelope, error_headers, status_of
+from grid.errors import Cancelled, GridError, TooLarge
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+SERVER_CANCELS = "zerogrid.server_cancels"
+"""Scope key: the server cancels a request whose client left, so nobody else has to watch for it."""
+MAX_CLIENT_ID_CHARS = 128
+"""A caller's own request id is echoed and logged; longer ones are cut."""
+JSON: Header = (b"content-type", b"application/json")
+
+
+class Exchange:
+    """Reads one body within its cap and answers once.
+
+    `envelope` shapes errors; a compatible route sets its own ecosystem's.
+    """
+
+    __slots__ = (
+        "_send",
+        "envelope",
+        "extra_headers",
+        "finished",
+        "receive",
+        "request_id",
+        "scope",
+        "started",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self.scope = scope
+        self.receive = receive
+        self._send = send
+        self.request_id = request_id
+        self.extra_headers: list[Header] = [(b"x-request-id", request_id.encode())]
+        self.envelope: Callable[[GridError, str], dict[str, Any]] = envelope
+        self.started = False
+        self.finished = False
+
+    @property
+    def method(self) -> str:
+        return str(self.scope["method"])
+
+    @property
+    def path(self) -> str:
+        """The path below the mount point."""
+        path: str = self.scope["path"]
+        root: str = self.scope.get("root_path", "")
+        return path[len(root) :] if root and path.startswith(root) else path
+
+    def header(self, name: bytes) -> str:
+        """Return the first header named `name` (lower case), or ""."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return str(value, "latin-1")
+        return ""
+
+    async def body(self, max_bytes: int) -> bytes:
+        """Return the whole body. Raises TooLarge once it exceeds the cap, Cancelled if the client left."""
+        declared = self.header(b"content-length")
+        if declared.isdecimal() and int(declared) > max_bytes:
+            raise self._too_large(max_bytes)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the client left before its request was complete")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > max_bytes:
+                raise self._too_large(max_bytes)
+            if part:
+                parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    @staticmethod
+    def _too_large(max_bytes: int) -> TooLarge:
+        return TooLarge(
+            f"the body is larger than {max_bytes} bytes (gateway.max_body_bytes); send less in one call",
+            max_body_bytes=max_bytes,
+        )
+
+    async def client_left(self) -> None:
+        """Return when the client has gone, or the response is complete. Only after the body was read."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def send(self, message: Message) -> None:
+        """ASGI send for applications behind this one: adds what every response carries."""
+        if message["type"] == "http.response.start":
+            self.started = True
+            message["headers"] = [*message.get("headers", ()), *self.extra_headers]
+        elif not message.get("more_body", False):
+            self.finished = True
+        await self._send(message)
+
+    async def start(self, status: int, headers: Iterable[Header]) -> None:
+        self.started = True
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, *self.extra_headers]}
+        )
+
+    async def write(self, part: bytes) -> None:
+        """Write a piece of a streamed body; waits while the client reads too slowly."""
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def finish(self, part: bytes = b"") -> None:
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": part, "more_body": False})
+
+    async def respond(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
+        """Answer with JSON."""
+        body = orjson.dumps(payload)
+        await self.start(status, [JSON, (b"content-length", b"%d" % len(body)), *headers])
+        await self.finish(body)
+
+    async def refuse(self, error: GridError) -> None:
+        """Answer with an error; the status line must not have been sent."""
+        await self.respond(status_of(error)[0], self.envelope(error, self.request_id), error_headers(error))
+
+
+def client_request_id(given: str) -> str:
+    """Return a caller's own id as it may be echoed: printable ASCII, cut to its bound."""
+    return "".join(c for c in given[:MAX_CLIENT_ID_CHARS] if "!" <= c <= "~")
+
+
+async def unless_client_leaves(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, and cancel it when the client goes. Only after the body was read."""
+    if exchange.scope.get(SERVER_CANCELS):
+        await work
+        return
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(exchange.client_left())
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        gone = not task.done()
+        if gone:
+            task.cancel()
+            await asyncio.wait((task,))
+    if not (gone and task.cancelled()):
+        await task

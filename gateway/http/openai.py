@@ -1,0 +1,194 @@
+"""OpenAI-compatible routes: chat completions (hot, raw ASGI) and the list of models."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+
+from gateway.http.call import Call, InCall, Json
+from gateway.http.chat import ChatRequest
+from gateway.http.documented import errors
+from gateway.http.errors import openai_envelope
+from gateway.http.exchange import unless_client_leaves
+from gateway.http.pipelines import plan_of, refuse_failed
+from gateway.http.runs import WholeRun, failure, region_header, streamed, whole
+from gateway.http.shapes import ModelList
+from gateway.http.sse import data
+from gateway.pipeline.contract import Contract, GenerationStep, Invocation, parse
+from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started
+from gateway.pipeline.plan import Plan, plan_chat
+from grid.errors import InvalidRequest, NotFound
+from grid.words import Task, UnitState, Usage
+
+PIPELINE_PREFIX = "pl-"
+DONE = b"data: [DONE]\n\n"
+NO_TEXT: dict[str, Any] = {}
+
+router = APIRouter(tags=["openai-compatible"])
+
+
+async def chat_completions(call: Call) -> None:
+    """Answer a conversation. `model` is a model, an alias, or a pipeline's id."""
+    request = parse(ChatRequest, await call.body())
+    request.check()
+    await unless_client_leaves(call.exchange, _answer(call, request))
+
+
+async def _answer(call: Call, request: ChatRequest) -> None:
+    run = call.services.runner.run(await _plan(call, request))
+    created = int(time.time())
+    if request.stream:
+        chunks = ChatChunks(call.request_id, request, created)
+        await streamed(call, run, chunks, last=chunks.last)
+    else:
+        result = await whole(run)
+        payload = completion(call.request_id, request, created, result)
+        await call.exchange.respond(200, payload, region_header([*result.ends()]))
+
+
+async def _plan(call: Call, request: ChatRequest) -> Plan:
+    """Plan for a model or alias, or for the pipeline whose id stands in `model`."""
+    messages = tuple(turn.message for turn in request.messages)
+    if request.model.startswith(PIPELINE_PREFIX):
+        try:
+            record = await call.services.registry.get_pipeline(call.tenant.tenant_id, request.model)
+        except NotFound as unknown:
+            raise NotFound(unknown.message, param="model") from None
+        refuse_failed(record)
+        record = replace(record, contract=_with_sampling(record.contract, request))
+        return await plan_of(
+            call, record, Invocation.model_construct(messages=messages, stream=request.stream)
+        )
+    step = GenerationStep(model=request.model).model_copy(update=request.sampling)
+    return plan_chat(
+        step,
+        messages,
+        request_id=call.request_id,
+        tenant=call.tenant,
+        config=call.services.config,
+        residency=call.residency,
+    )
+
+
+def _with_sampling(contract: Contract, request: ChatRequest) -> Contract:
+    """Return the contract with what the caller says itself in place of the generation step's settings."""
+    generation = contract.pipeline.generation
+    if generation is None:
+        raise InvalidRequest(f"model: {request.model} only retrieves; invoke it instead", param="model")
+    steps = (*contract.pipeline.steps[:-1], generation.model_copy(update=request.sampling))
+    return contract.model_copy(update={"pipeline": contract.pipeline.model_copy(update={"steps": steps})})
+
+
+class ChatChunks:
+    """Encodes a run as `chat.completion.chunk`s. What stays the same in a response is encoded once."""
+
+    last = DONE
+
+    def __init__(self, request_id: str, request: ChatRequest, created: int) -> None:
+        self._request_id = request_id
+        self._usage = request.include_usage
+        frame: dict[str, Any] = {
+            "id": completion_id(request_id),
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": request.model,
+            "system_fingerprint": None,
+        }
+        self._frame = frame
+        empty = {"usage": None} if self._usage else {}
+        whole_frame = orjson.dumps({**frame, **empty, "choices": [_choice({"content": ""}, None)]})
+        head, tail = whole_frame.split(b'"content":""')
+        self._head = b"data: " + head + b'"content":'
+        self._tail = tail + b"\n\n"
+
+    def __call__(self, item: RunEvent) -> bytes:
+        if isinstance(item, Chunk):
+            return self._head + orjson.dumps(item.text) + self._tail
+        if isinstance(item, Started):
+            return self._chunk({"role": "assistant", "content": ""}, None)
+        if isinstance(item, Retrieved):
+            return b""
+        if isinstance(item, Finished):
+            end = self._chunk(NO_TEXT, item.finish_reason)
+            if self._usage:
+                end += data({**self._frame, "choices": [], "usage": chat_usage(item.usage)})
+            return end
+        return data(openai_envelope(failure(item), self._request_id))
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> bytes:
+        empty = {"usage": None} if self._usage else {}
+        return data({**self._frame, **empty, "choices": [_choice(delta, finish_reason)]})
+
+
+def completion(request_id: str, request: ChatRequest, created: int, result: WholeRun) -> dict[str, Any]:
+    _started, finished = result.ends()
+    return {
+        "id": completion_id(request_id),
+        "object": "chat.completion",
+        "created": created,
+        "model": request.model,
+        "system_fingerprint": None,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": result.output, "refusal": None},
+                "logprobs": None,
+                "finish_reason": finished.finish_reason,
+            }
+        ],
+        "usage": chat_usage(finished.usage),
+    }
+
+
+def completion_id(request_id: str) -> str:
+    return f"chatcmpl-{request_id.removeprefix('req_')}"
+
+
+def chat_usage(used: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": used.input_tokens,
+        "completion_tokens": used.output_tokens,
+        "total_tokens": used.input_tokens + used.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+    }
+
+
+def _choice(delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+@router.get("/v1/models", responses={200: {"model": ModelList}, **errors()})
+async def list_models(call: InCall) -> Json:
+    """List the cell's models and aliases, as OpenAI's clients expect them, with the units that serve each."""
+    return Json(orjson.dumps({"object": "list", "data": model_rows(call)}))
+
+
+def model_rows(call: Call) -> list[dict[str, Any]]:
+    config = call.services.config
+    ready: dict[str, int] = {}
+    for unit in call.services.placement.fleet.units:
+        if unit.load.state == UnitState.READY:
+            ready[unit.card.model] = ready.get(unit.card.model, 0) + 1
+    rows = {
+        model.name: {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": config.cell.name,
+            "task": (Task.EMBED if model.engine == "embedding" else Task.GENERATE).name.lower(),
+            "alias_of": None,
+            "context_tokens": model.context_tokens,
+            "simulated": model.engine == "simulated",
+            "units": ready.get(model.name, 0),
+        }
+        for model in config.models
+    }
+    aliases = []
+    for alias, target in sorted(config.aliases.items()):
+        if target.model in rows:
+            aliases.append({**rows[target.model], "id": alias, "alias_of": target.model})
+    return [*rows.values(), *aliases]

@@ -1,0 +1,117 @@
+"""Routes of the operator and of machines: health, readiness, units, keys."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from gateway.http.call import InCall, Json
+from gateway.http.documented import body, errors
+from gateway.http.shapes import Deleted, Health, KeyList, NewKeyView, Readiness, UnitList
+from gateway.pipeline.contract import Part, parse
+from gateway.services import Services
+from gateway.trust.tenants import MAX_LABEL_CHARS
+from grid.words import FleetUnit, Precision, Task, UnitState
+
+router = APIRouter(tags=["operations"])
+
+
+class NewKey(Part):
+    tenant_id: str = Field(min_length=1, max_length=64)
+    operator: bool = False
+    label: str = Field("", max_length=MAX_LABEL_CHARS)
+
+
+@router.get("/healthz", responses={200: {"model": Health}}, openapi_extra={"security": []})
+async def healthz() -> Json:
+    """Answer while the process serves at all."""
+    return Json(b'{"status":"ok"}')
+
+
+@router.get(
+    "/readyz",
+    responses={200: {"model": Readiness}, 503: {"model": Readiness}},
+    openapi_extra={"security": []},
+)
+async def readyz(request: Request) -> Json:
+    """Say whether the cell can run its models now, and if not, why."""
+    services: Services = request.scope["state"]["services"]
+    reasons = await services.not_ready()
+    ready = {"ready": not reasons, "reasons": reasons}
+    return Json(orjson.dumps(ready), status_code=503 if reasons else 200)
+
+
+@router.get("/v1/units", responses={200: {"model": UnitList}, **errors(403)})
+async def list_units(call: InCall) -> Json:
+    """The hardware view: every unit with what it owns and its newest sample. The operator's."""
+    call.require_operator()
+    fleet = call.services.placement.fleet
+    units = [unit_view(unit) for unit in sorted(fleet.units, key=lambda unit: unit.card.unit_id)]
+    return Json(orjson.dumps({"fleet_version": fleet.version, "units": units}))
+
+
+@router.get("/v1/keys", responses={200: {"model": KeyList}, **errors(403)})
+async def list_keys(call: InCall) -> Json:
+    """List keys, never their secrets. The operator's."""
+    call.require_operator()
+    keys = await call.services.tenants.list_keys()
+    return Json(orjson.dumps({"keys": [asdict(key) for key in keys]}))
+
+
+@router.post(
+    "/v1/keys",
+    status_code=201,
+    responses={201: {"model": NewKeyView}, **errors(400, 403)},
+    openapi_extra=body(NewKey),
+)
+async def create_key(call: InCall) -> Json:
+    """Make a key for a tenant, and the tenant if it is new. The key is shown this once. The operator's."""
+    call.require_operator()
+    asked = parse(NewKey, await call.body())
+    made = await call.services.tenants.create_key(asked.tenant_id, operator=asked.operator, label=asked.label)
+    return Json(
+        orjson.dumps({**asdict(made.info), "key": made.key}),
+        status_code=201,
+        headers={"cache-control": "no-store"},
+    )
+
+
+@router.delete("/v1/keys/{key_id}", responses={200: {"model": Deleted}, **errors(403, 404)})
+async def revoke_key(call: InCall, key_id: str) -> Json:
+    """End a key. The operator's."""
+    call.require_operator()
+    await call.services.tenants.revoke_key(key_id)
+    return Json(orjson.dumps({"deleted": True, "id": key_id}))
+
+
+def unit_view(unit: FleetUnit) -> dict[str, Any]:
+    card, load = unit.card, unit.load
+    return {
+        "unit_id": card.unit_id,
+        "model": card.model,
+        "task": Task(card.task).name.lower(),
+        "state": UnitState(load.state).name.lower(),
+        "simulated": card.simulated,
+        "region": card.region,
+        "node_id": card.node_id,
+        "gpu_type": card.gpu_type,
+        "gpus": card.gpus,
+        "memory_grant_mb": card.memory_grant_mb,
+        "precision": Precision(card.precision).label,
+        "fingerprint": card.fingerprint,
+        "context_tokens": card.context_tokens,
+        "dimension": card.dimension,
+        "cu_factor": card.cu_factor,
+        "running": load.running,
+        "max_running": card.max_running,
+        "waiting": load.waiting,
+        "max_waiting": card.max_waiting,
+        "reserved": unit.reserved,
+        "kv_tokens_free": load.kv_tokens_free,
+        "kv_tokens_total": load.kv_tokens_total,
+        "sample_age_ms": round(unit.sample_age_ms, 1),
+    }

@@ -1,0 +1,104 @@
+"""From the events of one run to its answer, streamed or whole, for every route that runs something.
+
+The status line waits for the run's first event, so a refusal is a real 4xx or 5xx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.http.call import Call
+from gateway.http.exchange import Header
+from gateway.http.sse import KEEP_ALIVE_S, SSE_HEADERS, ReadyEvents, write_events
+from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, RunFailed, Started
+from grid.errors import GridError, InternalError
+from grid.words import Usage
+
+
+@dataclass(slots=True)
+class WholeRun:
+    """A run that finished."""
+
+    started: Started | None = None
+    retrieved: list[Retrieved] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def output(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, item: RunEvent) -> None:
+        if isinstance(item, Chunk):
+            self.texts.append(item.text)
+        elif isinstance(item, Started):
+            self.started = item
+        elif isinstance(item, Retrieved):
+            self.retrieved.append(item)
+        elif isinstance(item, Finished):
+            self.finished = item
+        else:
+            raise failure(item)
+
+    def ends(self) -> tuple[Started, Finished]:
+        if self.started is None or self.finished is None:
+            raise InternalError("the run ended without saying how")
+        return self.started, self.finished
+
+
+def failure(item: RunFailed) -> GridError:
+    """Return a failed run's error with what the caller paid for and got."""
+    item.error.details.update(usage=usage(item.usage), output=item.output_so_far)
+    return item.error
+
+
+async def whole(run: AsyncGenerator[RunEvent, None]) -> WholeRun:
+    """Run to the end. Raises the GridError of a refused or failed run."""
+    result = WholeRun()
+    async with aclosing(run):
+        async for item in run:
+            result.add(item)
+    return result
+
+
+async def streamed(
+    call: Call, run: AsyncGenerator[RunEvent, None], encode: Callable[[RunEvent], bytes], last: bytes = b""
+) -> None:
+    """Write a run as SSE; `last` follows a finished one. Raises GridError while nothing has been written."""
+    ready = ReadyEvents(run)
+    try:
+        first: Sequence[RunEvent] | None = []
+        while first is not None and not first:
+            first = await ready.take(KEEP_ALIVE_S)
+        if first is None:
+            raise InternalError("the run ended without saying how")
+        if isinstance(first[-1], RunFailed) and not any(isinstance(item, Chunk) for item in first):
+            raise failure(first[-1])
+        await call.exchange.start(200, [*SSE_HEADERS, *region_header(first)])
+        ended = await write_events(ready, first, encode, call.exchange.write)
+        await call.exchange.finish(last if isinstance(ended, Finished) else b"")
+    finally:
+        await ready.close()
+
+
+def region_header(items: Sequence[RunEvent]) -> list[Header]:
+    """Return `x-processing-region` when the events say where the answer is made."""
+    region = ""
+    for item in items:
+        if isinstance(item, Started):
+            region = item.region
+        elif isinstance(item, Finished) and item.placement:
+            region = item.placement[-1].region
+    return [(b"x-processing-region", region.encode())] if region else []
+
+
+def usage(used: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": used.input_tokens,
+        "cached_tokens": used.cached_tokens,
+        "output_tokens": used.output_tokens,
+        "cu_seconds": round(used.cu_seconds, 6),
+    }

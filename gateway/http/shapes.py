@@ -1,0 +1,287 @@
+"""The shapes of answers, for the API document. Handlers build plain maps; tests hold them to these."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorBody(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: str
+    code: str
+    message: str
+    param: str | None
+    retryable: bool
+
+
+class ErrorEnvelope(Shape):
+    """Every error of the grid's own routes. `error` may carry counts and reasons beside its fixed fields."""
+
+    error: ErrorBody
+    request_id: str
+
+
+class OpenAIError(Shape):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorEnvelope(Shape):
+    """Errors of the OpenAI-compatible routes; the request id is in the `x-request-id` header."""
+
+    error: OpenAIError
+
+
+class UsageView(Shape):
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    cu_seconds: float = Field(description="1.0 is one second of an A100-80")
+
+
+class TimingView(Shape):
+    step_id: str
+    type: str
+    total_ms: float
+    placement_ms: float
+    embed_ms: float
+    search_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+
+
+class PlacementView(Shape):
+    step_id: str
+    unit_id: str
+    model: str
+    region: str
+    gpu_type: str
+    simulated: bool
+    predicted_ttft_ms: float
+    why: str
+    moves: int
+
+
+class DocumentView(Shape):
+    id: str
+    text: str
+    score: float
+    metadata: dict[str, Any]
+
+
+class RetrievalView(Shape):
+    step_id: str
+    documents: list[DocumentView] = Field(description="what the prompt holds, best first")
+    dropped: int = Field(description="found, but without room in the context")
+
+
+class InvokeAnswer(Shape):
+    request_id: str
+    pipeline_id: str
+    revision: int
+    model: str
+    output: str
+    finish_reason: str
+    retrieval: list[RetrievalView]
+    usage: UsageView
+    ttft_ms: float
+    total_ms: float
+    timing: list[TimingView]
+    placement: list[PlacementView]
+    exact: bool
+    warnings: list[str]
+
+
+class ChatMessageView(Shape):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Shape):
+    index: int
+    message: ChatMessageView
+    logprobs: None
+    finish_reason: str
+
+
+class CachedTokens(Shape):
+    cached_tokens: int
+
+
+class ChatUsage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class ChatCompletion(Shape):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChoice]
+    usage: ChatUsage
+
+
+class StartEvent(Shape):
+    """SSE event `start`."""
+
+    request_id: str
+    pipeline_id: str
+    revision: int
+    model: str
+    steps: list[str]
+    input_tokens: int
+    cached_tokens: int
+    region: str
+    warnings: list[str]
+
+
+class TokenEvent(Shape):
+    """SSE event `token`."""
+
+    index: int = Field(description="of the first token in the chunk, over the whole answer")
+    text: str
+    tokens: int
+
+
+class DoneEvent(Shape):
+    """SSE event `done`."""
+
+    finish_reason: str
+    usage: UsageView
+    ttft_ms: float
+    total_ms: float
+    timing: list[TimingView]
+    placement: list[PlacementView]
+    moves: int
+    exact: bool
+
+
+class PipelineView(Shape):
+    pipeline_id: str
+    name: str
+    revision: int
+    status: Literal["deploying", "active", "failed"]
+    reason: str | None = Field(description="why it failed, and what would have to change")
+    created_at: str
+    updated_at: str
+    contract: dict[str, Any]
+
+
+class PipelineList(Shape):
+    pipelines: list[PipelineView]
+
+
+class DataSourceView(Shape):
+    data_source_id: str
+    name: str
+    type: str
+    config: dict[str, Any]
+    region: str
+    embedding_model: str
+    dimension: int
+    document_count: int
+    created_at: str
+    last_updated_at: str
+
+
+class DataSourceList(Shape):
+    data_sources: list[DataSourceView]
+
+
+class DocumentsAnswer(Shape):
+    data_source_id: str
+    added: int
+    replaced: int
+    document_count: int
+
+
+class ModelView(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    task: Literal["generate", "embed"]
+    alias_of: str | None
+    context_tokens: int
+    simulated: bool
+    units: int = Field(description="ready units that serve it now")
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[ModelView]
+
+
+class UnitView(Shape):
+    unit_id: str
+    model: str
+    task: Literal["generate", "embed"]
+    state: Literal["starting", "ready", "draining", "failed"]
+    simulated: bool
+    region: str
+    node_id: str
+    gpu_type: str
+    gpus: float
+    memory_grant_mb: int
+    precision: str
+    fingerprint: str
+    context_tokens: int
+    dimension: int
+    cu_factor: float
+    running: int
+    max_running: int
+    waiting: int
+    max_waiting: int
+    reserved: int
+    kv_tokens_free: int
+    kv_tokens_total: int
+    sample_age_ms: float
+
+
+class UnitList(Shape):
+    fleet_version: int
+    units: list[UnitView]
+
+
+class KeyView(Shape):
+    key_id: str
+    tenant_id: str
+    operator: bool
+    label: str
+    created_at: str
+
+
+class NewKeyView(KeyView):
+    key: str = Field(description="shown this once")
+
+
+class KeyList(Shape):
+    keys: list[KeyView]
+
+
+class Deleted(Shape):
+    deleted: bool
+    id: str
+
+
+class Health(Shape):
+    status: Literal["ok"]
+
+
+class Readiness(Shape):
+    ready: bool
+    reasons: list[str]

