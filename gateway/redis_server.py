@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from gateway.trust.keyfiles import read_or_make_secret, read_secret, secret_path
 from grid.errors import InternalError
@@ -187,7 +189,10 @@ class EmbeddedRedis:
     def _await_answer(self, started: subprocess.Popen[bytes] | None) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         client = redis.Redis(
-            unix_socket_path=str(self.socket), password=embedded_password(self._state_dir), socket_timeout=5.0
+            unix_socket_path=str(self.socket),
+            password=embedded_password(self._state_dir),
+            socket_timeout=5.0,
+            retry=Retry(NoBackoff(), 0),
         )
         with contextlib.closing(client):
             while True:

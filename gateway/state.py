@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import redis.exceptions
 from redis.asyncio import BlockingConnectionPool, Redis, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
 
 from gateway.redis_server import EmbeddedRedis, embedded_password, embedded_socket
 from gateway.trust.keyfiles import read_secret, secret_path
@@ -29,6 +31,9 @@ MAX_CONNECTIONS = 32
 CONNECTION_WAIT_S = 2.0
 CALL_TIMEOUT_S = 2.0
 """A local Redis answers in a millisecond; a call that takes this long is better refused than kept."""
+RETRIES = 2
+RETRY_CAP_S = 0.05
+"""Bridges a dropped connection; a server that restarts is for the caller to come back to."""
 RETRY_AFTER_S = 1.0
 PASSWORD_FILE = "redis.password"
 """For a configured URL without a password in it; optional."""
@@ -55,6 +60,7 @@ def _pool(config: Config) -> BlockingConnectionPool:
         "timeout": CONNECTION_WAIT_S,
         "socket_timeout": CALL_TIMEOUT_S,
         "socket_connect_timeout": CALL_TIMEOUT_S,
+        "retry": Retry(ExponentialBackoff(cap=RETRY_CAP_S, base=RETRY_CAP_S / 4), RETRIES),
     }
     if not config.redis.url:
         return BlockingConnectionPool(

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import redis as plain_redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from gateway.redis_server import MAX_SOCKET_PATH_BYTES, EmbeddedRedis, embedded_password, embedded_socket
 from gateway.state import SCHEMA_KEY, SCHEMA_VERSION, Lease, open_redis
@@ -61,7 +63,7 @@ def test_nobody_else_gets_in(tmp_path: Path) -> None:
         assert mode(tmp_path / "redis" / "redis.conf") == 0o600
         password = embedded_password(tmp_path)
         assert password not in " ".join(process.cmdline())
-        stranger = plain_redis.Redis(unix_socket_path=str(server.socket))
+        stranger = plain_redis.Redis(unix_socket_path=str(server.socket), retry=Retry(NoBackoff(), 0))
         with pytest.raises(plain_redis.AuthenticationError):
             stranger.get("anything")
         stranger.close()
@@ -101,7 +103,7 @@ def test_a_deep_state_folder_gets_a_short_socket(tmp_path: Path) -> None:
     path.parent.rmdir()
 
 
-def test_a_server_that_does_not_come_up_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
     broken = tmp_path / "redis" / "appendonly.aof"
     broken.parent.mkdir()
     broken.write_bytes(b"not an append-only file\r\n")

@@ -1,0 +1,227 @@
+"""Pipelines and data sources against a real Redis: two tenants, repeats, restarts, races."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.pipeline import tables
+from gateway.pipeline.contract import Contract
+from gateway.pipeline.registry import PIPELINES, SOURCES, Registry
+from gateway.records import DataSourceRecord, PipelineStatus
+from gateway.state import open_redis
+from grid.config import Config
+from grid.errors import Conflict, GridError, IdempotencyReused, InternalError, InvalidRequest, NotFound
+from support.state import config_at, running_redis
+
+CONTRACT = Contract.model_validate_json(
+    """{"name": "support", "pipeline": {"steps": [
+        {"type": "retrieval", "source": "kb", "top_k": 3, "filter": {"status": ["published"], "year": 2024}},
+        {"type": "generation", "model": "smollm2-135m-instruct", "stop": ["END"]}]},
+        "execution_hints": {"quantization": "int8"}}"""
+)
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_at(tmp_path)
+
+
+@pytest.fixture
+async def redis(config: Config) -> AsyncIterator[Redis]:
+    with running_redis(config.cell.state_dir):
+        client = await open_redis(config)
+        yield client
+        await client.aclose()
+
+
+async def source(registry: Registry, tenant_id: str, name: str = "kb", **fields: Any) -> DataSourceRecord:
+    given: dict[str, Any] = {
+        "type": "qdrant",
+        "config": {},
+        "region": "local",
+        "embedding_model": "all-minilm-l6-v2",
+        "dimension": 0,
+        **fields,
+    }
+    return await registry.create_source(tenant_id, name=name, **given)
+
+
+async def test_a_pipeline_comes_back_as_it_was_declared(redis: Redis) -> None:
+    made = await Registry(redis).create_pipeline("acme", CONTRACT)
+    assert made.pipeline_id.startswith("pl-")
+    assert (made.status, made.revision, made.name) == (PipelineStatus.DEPLOYING, 1, "support")
+    assert await Registry(redis).get_pipeline("acme", made.pipeline_id) == made
+    assert await Registry(redis).list_pipelines("acme") == [made]
+
+
+async def test_a_foreign_id_answers_like_an_unknown_one(redis: Redis) -> None:
+    registry = Registry(redis)
+    pipeline = await registry.create_pipeline("acme", CONTRACT)
+    kb = await source(registry, "acme")
+    calls = {
+        pipeline.pipeline_id: (registry.get_pipeline, registry.delete_pipeline),
+        kb.data_source_id: (registry.get_source, registry.delete_source),
+        kb.name: (registry.find_source,),
+    }
+    for foreign, methods in calls.items():
+        for method in methods:
+            said = []
+            for asked in (foreign, "pl-unknown"):
+                with pytest.raises(NotFound) as refused:
+                    await method("umbrella", asked)
+                said.append((refused.value.message.replace(asked, "ID"), refused.value.param))
+            assert said[0] == said[1]
+    assert await registry.list_pipelines("umbrella") == []
+    assert await registry.list_sources("umbrella") == []
+    assert await registry.set_status("umbrella", pipeline.pipeline_id, 1, PipelineStatus.ACTIVE, "") is None
+    assert (await registry.get_pipeline("acme", pipeline.pipeline_id)).status is PipelineStatus.DEPLOYING
+
+
+async def test_everything_survives_a_restart_of_redis(tmp_path: Path) -> None:
+    config = config_at(tmp_path)
+    with running_redis(tmp_path):
+        client = await open_redis(config)
+        pipeline = await Registry(client).create_pipeline("acme", CONTRACT, idempotency_key="k")
+        kb = await source(Registry(client), "acme")
+        await client.aclose()
+    with running_redis(tmp_path):
+        client = await open_redis(config)
+        registry = Registry(client)
+        assert await registry.get_pipeline("acme", pipeline.pipeline_id) == pipeline
+        assert await registry.find_source("acme", "kb") == kb
+        assert await registry.create_pipeline("acme", CONTRACT, idempotency_key="k") == pipeline
+        assert await registry.unsettled() == [("acme", pipeline.pipeline_id)]
+        await client.aclose()
+
+
+async def test_an_idempotency_key_makes_one_thing(redis: Redis) -> None:
+    registry = Registry(redis)
+    made = await asyncio.gather(
+        *(registry.create_pipeline("acme", CONTRACT, idempotency_key="once") for _call in range(8))
+    )
+    assert len({record.pipeline_id for record in made}) == 1
+    assert len(await registry.list_pipelines("acme")) == 1
+    with pytest.raises(IdempotencyReused):
+        await registry.create_pipeline(
+            "acme", CONTRACT.model_copy(update={"name": "other"}), idempotency_key="once"
+        )
+    other_tenant = await registry.create_pipeline("umbrella", CONTRACT, idempotency_key="once")
+    assert other_tenant.pipeline_id != made[0].pipeline_id
+    kb = await source(registry, "acme", idempotency_key="once")
+    assert await source(registry, "acme", idempotency_key="once") == kb
+    with pytest.raises(InvalidRequest):
+        await registry.create_pipeline("acme", CONTRACT, idempotency_key="x" * 256)
+    keys = [key async for key in redis.scan_iter("zg:*:made:*")]
+    assert len(keys) == 3
+    assert all([0 < await redis.ttl(key) <= tables.IDEMPOTENCY_S for key in keys])
+
+
+async def test_a_repeat_answers_as_the_first_call_did_whatever_came_since(redis: Redis) -> None:
+    registry = Registry(redis)
+    first = await registry.create_pipeline("acme", CONTRACT, idempotency_key="k")
+    await registry.set_status("acme", first.pipeline_id, 1, PipelineStatus.ACTIVE, "")
+    assert await registry.create_pipeline("acme", CONTRACT, idempotency_key="k") == first
+
+
+async def test_a_source_name_is_its_tenants_own(redis: Redis) -> None:
+    registry = Registry(redis)
+    kb = await source(registry, "acme")
+    with pytest.raises(Conflict, match="'kb'"):
+        await source(registry, "acme")
+    await source(registry, "umbrella")
+    await registry.delete_source("acme", kb.data_source_id)
+    with pytest.raises(NotFound):
+        await registry.find_source("acme", "kb")
+    again = await source(registry, "acme")
+    assert (await registry.find_source("acme", "kb")).data_source_id == again.data_source_id
+
+
+async def test_a_tenant_has_bounds_and_only_its_own(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.pipeline.registry.PIPELINES", replace(PIPELINES, bound=2))
+    monkeypatch.setattr("gateway.pipeline.registry.SOURCES", replace(SOURCES, bound=1))
+    registry = Registry(redis)
+    for _pipeline in range(2):
+        await registry.create_pipeline("acme", CONTRACT)
+    await source(registry, "acme", "one")
+    with pytest.raises(Conflict, match="2 pipelines"):
+        await registry.create_pipeline("acme", CONTRACT)
+    with pytest.raises(Conflict, match="1 sources"):
+        await source(registry, "acme", "two")
+    await registry.create_pipeline("umbrella", CONTRACT)
+
+
+async def test_a_status_is_written_for_the_revision_that_was_looked_at(redis: Redis) -> None:
+    registry = Registry(redis)
+    made = await registry.create_pipeline("acme", CONTRACT)
+    assert await registry.set_status("acme", made.pipeline_id, 2, PipelineStatus.ACTIVE, "") is None
+    failed = await registry.set_status("acme", made.pipeline_id, 1, PipelineStatus.FAILED, "no units")
+    assert failed is not None
+    assert await registry.get_pipeline("acme", made.pipeline_id) == failed
+    assert await registry.unsettled() == [("acme", made.pipeline_id)]
+    await registry.set_status("acme", made.pipeline_id, 1, PipelineStatus.ACTIVE, "")
+    assert await registry.unsettled() == []
+    await registry.delete_pipeline("acme", made.pipeline_id)
+    assert await registry.set_status("acme", made.pipeline_id, 1, PipelineStatus.FAILED, "late") is None
+    assert await registry.list_pipelines("acme") == []
+
+
+async def test_another_process_change_shows_within_the_bound(redis: Redis) -> None:
+    clock = Clock()
+    here, elsewhere = Registry(redis), Registry(redis, clock=clock)
+    made = await here.create_pipeline("acme", CONTRACT)
+    await elsewhere.get_pipeline("acme", made.pipeline_id)
+    await here.set_status("acme", made.pipeline_id, 1, PipelineStatus.ACTIVE, "")
+    assert (await here.get_pipeline("acme", made.pipeline_id)).status is PipelineStatus.ACTIVE
+    assert (await elsewhere.get_pipeline("acme", made.pipeline_id)).status is PipelineStatus.DEPLOYING
+    clock.now_s += tables.CACHE_S
+    assert (await elsewhere.get_pipeline("acme", made.pipeline_id)).status is PipelineStatus.ACTIVE
+
+
+async def test_touches_from_everywhere_all_count(redis: Redis) -> None:
+    registries = [Registry(redis) for _replica in range(4)]
+    kb = await source(registries[0], "acme")
+    before = await registries[0].sources_version()
+    await asyncio.gather(
+        *(
+            each.touch_source("acme", kb.data_source_id, document_count=7, dimension=384)
+            for each in registries
+        )
+    )
+    after = await Registry(redis).get_source("acme", kb.data_source_id)
+    assert (after.document_count, after.dimension) == (7, 384)
+    assert after.last_updated_at > ""
+    assert await registries[0].sources_version() == before + 4
+    with pytest.raises(Conflict, match="384"):
+        await registries[0].touch_source("acme", kb.data_source_id, document_count=7, dimension=768)
+
+
+async def test_a_record_of_another_release_says_so(redis: Redis) -> None:
+    registry = Registry(redis)
+    made = await registry.create_pipeline("acme", CONTRACT)
+    await redis.hset(
+        "zg:{acme}:pipelines", made.pipeline_id, b'{"pipeline_id": "pl-x", "contract": {"new": 1}}'
+    )
+    with pytest.raises(InternalError, match="pl-x"):
+        await Registry(redis).get_pipeline("acme", made.pipeline_id)
+
+
+async def test_names_can_not_leave_their_namespace(redis: Redis) -> None:
+    registry = Registry(redis)
+    await source(registry, "acme", "kb")
+    for odd in ("*", "kb\x00", "../kb", "kb} ", ""):
+        with pytest.raises(GridError):
+            await registry.find_source("acme", odd)

@@ -1,0 +1,95 @@
+"""What a metadata filter accepts, and how it names what it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.knowledge.filters import (
+    MAX_CONDITIONS,
+    MAX_DEPTH,
+    MAX_LEAVES,
+    MAX_VALUES,
+    AnyTerm,
+    InRange,
+    check_metadata,
+    facets_of,
+    parse_filter,
+)
+from grid.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"status": None}, "filter.status"),
+        ({"status": []}, "filter.status"),
+        ({"status": ["a", None]}, "filter.status[1]"),
+        ({"status": ["a"] * (MAX_VALUES + 1)}, "filter.status"),
+        ({"year": {}}, "filter.year"),
+        ({"year": {"near": 3}}, "filter.year.near"),
+        ({"year": {"gte": "2020"}}, "filter.year.gte"),
+        ({"year": {"gte": True}}, "filter.year.gte"),
+        ({"year": {"gte": float("nan")}}, "filter.year.gte"),
+        ({"year": {"lte": float("inf")}}, "filter.year.lte"),
+        ({"year": 2**63}, "filter.year"),
+        ({"": "x"}, "filter."),
+        ({"must": [{"key": "a"}]}, "filter.must[0]"),
+        ({f"f{n}": 1 for n in range(MAX_CONDITIONS + 1)}, "filter"),
+        ([], "filter"),
+    ],
+)
+def test_what_it_can_not_mean_is_refused_by_path(given: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_filter(given)
+    assert refused.value.param == param
+
+
+def test_the_step_that_holds_the_filter_is_part_of_the_path() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_filter({"status": None}, "pipeline.steps[0].filter")
+    assert refused.value.param == "pipeline.steps[0].filter.status"
+
+
+def test_conditions_by_kind() -> None:
+    (one,) = parse_filter({"status": "published"}).conditions
+    (several,) = parse_filter({"status": ("published", "draft", "published")}).conditions
+    (between,) = parse_filter({"year": {"gte": 2020, "lt": 2024}}).conditions
+    assert isinstance(one, AnyTerm)
+    assert isinstance(several, AnyTerm)
+    assert one.terms == several.terms[:1]
+    assert len(several.terms) == 2
+    assert isinstance(between, InRange)
+    assert (between.gte, between.gt, between.lte, between.lt) == (2020.0, None, None, 2024.0)
+
+
+def test_a_field_is_told_from_a_value_wherever_the_border_lies() -> None:
+    left, right = facets_of({"ab": "c"}), facets_of({"a": "bc"})
+    assert set(left.terms).isdisjoint(right.terms)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "param"),
+    [
+        ({"a": object()}, "documents[3].metadata.a"),
+        ({"a": [1, {"b": 2}]}, "documents[3].metadata.a[1]"),
+        ({"a": {"b": float("nan")}}, "documents[3].metadata.a.b"),
+        ({"a": 2**64}, "documents[3].metadata.a"),
+        ({"": 1}, "documents[3].metadata."),
+        ({"a": list(range(MAX_LEAVES + 1))}, "documents[3].metadata"),
+    ],
+)
+def test_metadata_that_would_not_come_back_unchanged_is_refused(metadata: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_metadata(metadata, "documents[3].metadata")
+    assert refused.value.param == param
+
+
+def test_metadata_has_a_greatest_depth() -> None:
+    nested: dict[str, Any] = {"leaf": 1}
+    for _level in range(MAX_DEPTH - 1):
+        nested = {"inner": nested}
+    check_metadata(nested, "metadata")
+    with pytest.raises(InvalidRequest, match="deep"):
+        check_metadata({"inner": nested}, "metadata")
