@@ -367,19 +367,28 @@ class Invocation(Asked):
         return self
 
 
+Made = TypeVar("Made", bound=BaseModel)
+
+
+def _part_of(whole: BaseModel, made: type[Made], fields: type[BaseModel]) -> Made:
+    """Return the `made` that the `fields` of an already validated `whole` give."""
+    values = {name: getattr(whole, name) for name in fields.model_fields}
+    return made.model_construct(_fields_set=whole.model_fields_set & values.keys(), **values)
+
+
 class OneShot(Contract, Asked):
     """A contract and, where it should run at once, its input, in one body."""
 
     @property
     def contract(self) -> Contract:
-        return Contract.model_construct(**{name: getattr(self, name) for name in Contract.model_fields})
+        return _part_of(self, Contract, Contract)
 
     @property
     def invocation(self) -> Invocation | None:
         """The call to make; None where there is nothing to run."""
         if self.input is None and self.messages is None:
             return None
-        return Invocation.model_construct(**{name: getattr(self, name) for name in Asked.model_fields})
+        return _part_of(self, Invocation, Asked)
 
 
 Overridable = TypeVar("Overridable", ExecutionHints, StreamControl)
