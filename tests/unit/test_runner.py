@@ -1,0 +1,368 @@
+"""The runner with scripted placement, links and retrieval: order of events, ways to leave, settlement."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
+from gateway.pipeline.context import Context, Found, all_retrieved
+from gateway.pipeline.contract import Contract, Invocation, StreamControl, parse
+from gateway.pipeline.delivery import Alarm
+from gateway.pipeline.events import (
+    Chunk,
+    Finished,
+    Retrieved,
+    RunEvent,
+    RunFailed,
+    Started,
+    StepPlacement,
+    StepTiming,
+)
+from gateway.pipeline.plan import Plan, plan_invocation
+from gateway.pipeline.runner import Runner
+from gateway.records import DataSourceRecord, RetrievedDocument, Tenant
+from grid.config import Config
+from grid.errors import GridError, InvalidRequest, NoEligibleUnit, Saturated, UnitLost
+from grid.wire.messages import Accepted, Cancel, Done, Refused, Submit, Tokens, WireMessage
+from grid.words import Candidate, Decision, PlacementRequest, Usage
+
+CONFIG = Config.model_validate(
+    {
+        "models": [
+            {"name": "m", "engine": "simulated"},
+            {"name": "e", "engine": "embedding", "source": "package:p"},
+        ]
+    }
+)
+SOURCE = DataSourceRecord("ds-1", "acme", "kb", "qdrant", {}, "local", "e", 3, 0, "", "")
+DOCUMENTS = tuple(RetrievedDocument(f"d{n}", f"text {n}", 1.0 - n / 10) for n in range(3))
+ANSWER: list[WireMessage] = [
+    Accepted(1, 1, 7, 0, b"", "f", 2),
+    Tokens(1, 1, 0, (1, 2), "Hello"),
+    Done(1, 1, "length", 7, 0, 2, 0.5),
+]
+
+
+def candidate(unit_id: str) -> Candidate:
+    return Candidate(unit_id, "i", "host", 1, "local", "m", 32, "CPU", True, 0, 0, 1, 1, 0)
+
+
+class Placing:
+    """Answers each request with what `answers` holds, then with units."""
+
+    def __init__(self, *answers: GridError) -> None:
+        self.answers = list(answers)
+        self.asked: list[PlacementRequest] = []
+        self.settled: list[tuple[str, str, int]] = []
+        self.hold: asyncio.Event | None = None
+
+    async def place(self, request: PlacementRequest, timeout_s: float) -> Decision:
+        self.asked.append(request)
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.answers:
+            raise self.answers.pop(0)
+        chosen = candidate(f"unit-{request.attempt}")
+        return Decision(request.reservation_id, chosen, (), (), (), "m", 1.0, 1, 1.0)
+
+    def settle(self, reservation_id: str, outcome: str, **figures: Any) -> None:
+        self.settled.append((reservation_id, outcome, figures["output_tokens"]))
+
+
+class Stream:
+    """A link stream that plays one batch after another, and then waits for ever."""
+
+    id = 1
+
+    def __init__(self, script: Sequence[list[WireMessage] | GridError]) -> None:
+        self._script = list(script)
+        self.sent: list[WireMessage] = []
+        self.is_closed = False
+
+    def send(self, message: WireMessage) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> list[WireMessage]:
+        if not self._script:
+            await asyncio.Event().wait()
+        batch = self._script.pop(0)
+        if isinstance(batch, GridError):
+            raise batch
+        return batch
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Links:
+    """Plays a script for each stream that is opened; a script that is an error fails the dial."""
+
+    def __init__(self, *scripts: Sequence[list[WireMessage] | GridError] | GridError) -> None:
+        self._scripts = list(scripts)
+        self.streams: list[Stream] = []
+        self.hold: asyncio.Event | None = None
+
+    async def get(self, host: str, port: int) -> Any:
+        if self.hold is not None:
+            await self.hold.wait()
+        script = self._scripts.pop(0)
+        if isinstance(script, GridError):
+            raise script
+        self.streams.append(Stream(script))
+        return self
+
+    def open(self, max_bytes: int) -> Stream:
+        return self.streams[-1]
+
+
+class Searching:
+    def __init__(self, *answers: tuple[RetrievedDocument, ...] | GridError) -> None:
+        self._answers = list(answers)
+        self.asked: list[RetrievalRequest] = []
+
+    async def search(self, request: RetrievalRequest) -> RetrievalResult:
+        self.asked.append(request)
+        answer = self._answers.pop(0)
+        if isinstance(answer, GridError):
+            raise answer
+        step = request.step_id
+        placement = StepPlacement(step, "unit-e", "e", "local", "CPU", True, 1.0, "the only one")
+        return RetrievalResult(answer, Usage(4, 0, 0, 0.25), placement, StepTiming(step, "retrieval", 1.0))
+
+
+def planned(*steps: str) -> Plan:
+    contract = parse(Contract, f'{{"pipeline": {{"steps": [{", ".join(steps)}]}}}}'.encode())
+    return plan_invocation(
+        contract,
+        parse(Invocation, b'{"input": "How?"}'),
+        request_id="req_1",
+        pipeline_id="pl-1",
+        revision=2,
+        tenant=Tenant("acme", "key-1", False, "salt"),
+        config=CONFIG,
+        sources={step.id or "": SOURCE for step in contract.pipeline.retrievals},
+    )
+
+
+GENERATE = '{"type": "generation", "model": "m", "max_output_tokens": 4}'
+FIND = '{"type": "retrieval", "source": "kb", "id": "find"}'
+TRY_TO_FIND = '{"type": "retrieval", "source": "kb", "id": "find", "on_failure": "skip"}'
+
+
+async def run(plan: Plan, placing: Placing, links: Links, *found: Any) -> list[RunEvent]:
+    runner = Runner(placement=placing, links=links, retrieval=Searching(*found))
+    return [event async for event in runner.run(plan)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let everything that can run do so until `condition` holds."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+async def test_events_in_order_with_the_documents_that_were_used() -> None:
+    placing, links = Placing(), Links([ANSWER])
+    started, retrieved, chunk, finished = await run(planned(FIND, GENERATE), placing, links, DOCUMENTS)
+    assert isinstance(started, Started)
+    assert (started.pipeline_id, started.revision, started.input_tokens) == ("pl-1", 2, 7)
+    assert started.steps == ("find", "generation-2")
+    assert retrieved == Retrieved("find", DOCUMENTS[:2], dropped=1)
+    assert chunk == Chunk(0, "Hello", 2)
+    assert isinstance(finished, Finished)
+    assert finished.usage == Usage(7, 0, 2, 0.75), "tokens of the prompt and the answer, work of all steps"
+    assert [step.step_id for step in finished.placement] == ["find", "generation-2"]
+    assert [step.type for step in finished.timing] == ["retrieval", "generation"]
+    (submit,) = links.streams[0].sent
+    assert isinstance(submit, Submit)
+    assert submit.documents == ("text 0", "text 1", "text 2")
+    assert submit.tenant_salt == "salt"
+    assert placing.settled == [("req_1/generation-2/1", "done", 2)]
+    assert links.streams[0].is_closed
+
+
+async def test_a_pipeline_that_only_retrieves() -> None:
+    placing = Placing()
+    started, retrieved, finished = await run(planned(FIND), placing, Links(), DOCUMENTS)
+    assert isinstance(started, Started)
+    assert started.model == ""
+    assert retrieved == Retrieved("find", DOCUMENTS, dropped=0)
+    assert isinstance(finished, Finished)
+    assert finished.usage.input_tokens == 4
+    assert placing.asked == []
+
+
+async def test_a_retrieval_that_fails() -> None:
+    with pytest.raises(UnitLost):
+        await run(planned(FIND, GENERATE), Placing(), Links([ANSWER]), UnitLost("gone"))
+    events = await run(planned(TRY_TO_FIND, GENERATE), Placing(), Links([ANSWER]), UnitLost("gone"))
+    started, retrieved = events[:2]
+    assert isinstance(started, Started)
+    assert started.warnings == ("step 'find' failed and was skipped: gone",)
+    assert retrieved == Retrieved("find", (), dropped=0)
+    with pytest.raises(InvalidRequest):
+        await run(
+            planned(TRY_TO_FIND, GENERATE), Placing(), Links([ANSWER]), InvalidRequest("a wrong filter")
+        )
+
+
+async def test_a_full_unit_is_left_out_of_the_next_placement() -> None:
+    second = [message._replace(attempt=2) for message in ANSWER]  # type: ignore[call-arg]
+    placing, links = Placing(), Links([[Refused(1, "saturated", "full", "", 1.0)]], [second])
+    events = await run(planned(GENERATE), placing, links)
+    assert isinstance(events[-1], Finished)
+    assert [request.exclude_units for request in placing.asked] == [(), ("unit-1",)]
+    assert [outcome for _, outcome, _ in placing.settled] == ["refused", "done"]
+    assert [stream.is_closed for stream in links.streams] == [True, True]
+
+
+async def test_a_unit_that_cannot_be_dialled_is_left_out() -> None:
+    second = [message._replace(attempt=2) for message in ANSWER]  # type: ignore[call-arg]
+    placing = Placing()
+    events = await run(planned(GENERATE), placing, Links(UnitLost("refused"), [second]))
+    assert isinstance(events[-1], Finished)
+    assert [outcome for _, outcome, _ in placing.settled] == ["failed", "done"]
+
+
+async def test_nothing_is_tried_again_once_a_unit_has_accepted() -> None:
+    placing, links = Placing(), Links([ANSWER[:2], UnitLost("gone")])
+    events = await run(planned(GENERATE), placing, links)
+    assert [type(event) for event in events] == [Started, Chunk, RunFailed]
+    failed = events[-1]
+    assert isinstance(failed, RunFailed)
+    assert (failed.error.code, failed.output_so_far, failed.usage.output_tokens) == ("unit_lost", "Hello", 2)
+    assert placing.settled == [("req_1/generation-1/1", "failed", 2)]
+    assert len(placing.asked) == 1
+
+
+async def test_a_stream_that_overflows_is_cancelled_at_its_unit() -> None:
+    placing, links = Placing(), Links([ANSWER[:2], Saturated("more bytes than the stream may hold")])
+    events = await run(planned(GENERATE), placing, links)
+    assert isinstance(events[-1], RunFailed)
+    assert isinstance(links.streams[0].sent[-1], Cancel)
+
+
+async def test_no_unit() -> None:
+    placing = Placing(NoEligibleUnit("none", ever=False))
+    with pytest.raises(NoEligibleUnit):
+        await run(planned(GENERATE), placing, Links())
+    assert placing.settled == []
+
+
+# --- leaving --------------------------------------------------------------------------------------
+
+
+async def leave(placing: Placing, links: Links, reached: Callable[[], object]) -> None:
+    """Start a run, cancel its task once `reached`, and wait for it."""
+    task = asyncio.create_task(run(planned(GENERATE), placing, links))
+    await until(reached)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_leaving_while_placing_settles_nothing_here() -> None:
+    placing = Placing()
+    placing.hold = asyncio.Event()
+    await leave(placing, Links(), lambda: placing.asked)
+    assert placing.settled == [], "the placement client settles decisions that nobody waits for"
+
+
+async def test_leaving_while_dialling_settles_the_reservation() -> None:
+    placing, links = Placing(), Links()
+    links.hold = asyncio.Event()
+    await leave(placing, links, lambda: placing.asked)
+    assert placing.settled == [("req_1/generation-1/1", "cancelled", 0)]
+
+
+async def test_leaving_before_and_after_acceptance_cancels_the_unit() -> None:
+    for script, tokens in (([], 0), ([ANSWER[:2]], 2)):
+        placing, links = Placing(), Links(script)
+        await leave(placing, links, lambda links=links: links.streams and not links.streams[0]._script)
+        assert placing.settled == [("req_1/generation-1/1", "cancelled", tokens)]
+        assert isinstance(links.streams[0].sent[-1], Cancel)
+        assert links.streams[0].is_closed
+
+
+async def test_closing_the_run_between_events() -> None:
+    placing, links = Placing(), Links([ANSWER[:2]])
+    runner = Runner(placement=placing, links=links, retrieval=Searching())
+    events = runner.run(planned(GENERATE))
+    assert isinstance(await anext(events), Started)
+    await events.aclose()
+    assert placing.settled == [("req_1/generation-1/1", "cancelled", 2)]
+    await events.aclose()
+    assert len(placing.settled) == 1
+    never_started = runner.run(planned(GENERATE))
+    await never_started.aclose()
+    assert len(placing.asked) == 1
+
+
+async def test_closing_after_the_last_event_settles_no_second_time() -> None:
+    placing, links = Placing(), Links([ANSWER])
+    runner = Runner(placement=placing, links=links, retrieval=Searching())
+    events = runner.run(planned(GENERATE))
+    while not isinstance(await anext(events), Finished):
+        pass
+    await events.aclose()
+    assert [outcome for _, outcome, _ in placing.settled] == ["done"]
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+async def test_a_held_token_leaves_when_it_is_due() -> None:
+    plan = planned(GENERATE)
+    assert plan.generation is not None
+    control = StreamControl(min_tokens_per_chunk=100, max_latency_ms=5)
+    plan = replace(plan, generation=replace(plan.generation, stream_control=control))
+    runner = Runner(placement=Placing(), links=Links([ANSWER[:2]]), retrieval=Searching())
+    events = runner.run(plan)
+    assert isinstance(await anext(events), Started)
+    assert await anext(events) == Chunk(0, "Hello", 2)
+    await events.aclose()
+
+
+async def test_a_run_s_time_is_limited() -> None:
+    placing, links = Placing(), Links([ANSWER[:2]])
+    events = await run(replace(planned(GENERATE), time_limit_s=0.02), placing, links)
+    failed = events[-1]
+    assert isinstance(failed, RunFailed)
+    assert (failed.error.code, failed.output_so_far) == ("deadline_exceeded", "Hello")
+    assert isinstance(links.streams[0].sent[-1], Cancel)
+    assert [outcome for _, outcome, _ in placing.settled] == ["failed"]
+
+
+async def test_an_alarm_swallows_no_cancel_that_is_not_its_own() -> None:
+    alarm, stream = Alarm(), Stream([])
+    task = asyncio.create_task(alarm.receive(stream, 0.0))  # type: ignore[arg-type]
+    await until(lambda: alarm._timer)
+    alarm._ring()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await alarm.receive(stream, 0.0) == (), "and its own it does"  # type: ignore[arg-type]
+    alarm.cancel()
+
+
+# --- context --------------------------------------------------------------------------------------
+
+
+def test_steps_take_turns_and_a_document_is_offered_once() -> None:
+    a, b, c = (RetrievedDocument(name, f"text {name}", 0.5) for name in "abc")
+    found = [Found("one", "ds-1", (a, b)), Found("two", "ds-1", (b, c)), Found("other", "ds-2", (a,))]
+    context = Context(found, {"one", "two"})
+    assert context.texts == ("text a", "text b", "text c")
+    assert context.retrieved(2) == [
+        Retrieved("one", (a, b), 0),
+        Retrieved("two", (b,), 1),
+        Retrieved("other", (), 1),
+    ]
+    assert all_retrieved(found)[1] == Retrieved("two", (b, c), 0)
