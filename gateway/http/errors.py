@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 MIN_RETRY_AFTER_S = 1
 """`retry-after` is in whole seconds, and 0 would invite a storm."""
+MAX_DRAINED_BYTES = 64 * 1024 * 1024
+"""The rest of a refused body is read to nowhere, because many clients only look for an answer once they have
+sent it all; of a body declared longer than this, the connection is closed instead."""
 INTERNAL_MESSAGE = "the cell failed on this request; its log names the cause under the request id"
 
 
@@ -104,8 +107,7 @@ def error_headers(error: GridError) -> list[tuple[bytes, bytes]]:
         headers.append((b"retry-after", b"%d" % seconds))
     if isinstance(error, Unauthorised):
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, TooLarge):
-        # The rest of the body is still on its way; closing is cheaper than reading it to nowhere.
+    if isinstance(error, TooLarge) and error.details.get("body_bytes", 0) > MAX_DRAINED_BYTES:
         headers.append((b"connection", b"close"))
     if isinstance(error, MethodNotAllowed):
         headers.append((b"allow", ", ".join(error.details["allowed"]).encode()))

@@ -73,7 +73,7 @@ class Exchange:
         """Return the whole body. Raises TooLarge once it exceeds the cap, Cancelled if the client left."""
         declared = self.header(b"content-length")
         if declared.isdecimal() and int(declared) > max_bytes:
-            raise self._too_large(max_bytes)
+            raise self._too_large(max_bytes, int(declared))
         parts: list[bytes] = []
         size = 0
         while True:
@@ -83,17 +83,18 @@ class Exchange:
             part = message.get("body", b"")
             size += len(part)
             if size > max_bytes:
-                raise self._too_large(max_bytes)
+                raise self._too_large(max_bytes, size)
             if part:
                 parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
     @staticmethod
-    def _too_large(max_bytes: int) -> TooLarge:
+    def _too_large(max_bytes: int, size: int) -> TooLarge:
         return TooLarge(
             f"the body is larger than {max_bytes} bytes (gateway.max_body_bytes); send less in one call",
             max_body_bytes=max_bytes,
+            body_bytes=size,
         )
 
     async def client_left(self) -> None:

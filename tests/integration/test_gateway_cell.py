@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ async def test_an_answer_streams_in_the_order_of_the_specification(cell: LocalCe
     done = shapes.DoneEvent.model_validate(said[-1][1])
     assert start.request_id == answer.headers["x-request-id"]
     assert tokens[0].index == 0
-    for earlier, later in zip(tokens, tokens[1:], strict=False):
+    for earlier, later in pairwise(tokens):
         assert later.index == earlier.index + earlier.tokens
     assert sum(token.tokens for token in tokens) == done.usage.output_tokens == 16
     assert done.finish_reason == "length"

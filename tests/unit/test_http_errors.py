@@ -108,7 +108,8 @@ def test_no_retry_after_where_nobody_can_say_when(error: GridError) -> None:
 
 def test_headers_that_belong_to_single_errors() -> None:
     assert dict(error_headers(Unauthorised("x")))[b"www-authenticate"] == b"Bearer"
-    assert dict(error_headers(TooLarge("x")))[b"connection"] == b"close"
+    assert dict(error_headers(TooLarge("x", body_bytes=10**9)))[b"connection"] == b"close"
+    assert error_headers(TooLarge("x", body_bytes=10**7)) == []
     assert dict(error_headers(MethodNotAllowed("x", allowed=["GET", "POST"])))[b"allow"] == b"GET, POST"
     assert error_headers(IdempotencyReused("x")) == []
 
