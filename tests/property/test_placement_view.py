@@ -1,0 +1,327 @@
+"""Under any interleaving of what can happen to a fleet, requests count once and none stays."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.fleet import make_card, make_load, make_request, make_view
+
+from grid.errors import NoEligibleUnit, Rejected, Saturated
+from grid.words import Decision, PlacementRequest, UnitCard, UnitState
+from placement.decide import decide
+from placement.fleet import Rules, View
+
+LEASE_S = 3.0
+STEP_S = 0.125
+"""Exact in binary, so that the model and the view agree on when a lease is over."""
+UNITS, GATEWAYS, MODELS = 3, 2, ("model-x", "model-y")
+
+
+@dataclass
+class World:
+    """A unit as it really is: what it works on, and what of that its newest believed sample said."""
+
+    card: UnitCard
+    link: int | None = None
+    works_on: set[str] = field(default_factory=set)
+    sampled: set[str] = field(default_factory=set)
+    has_sample: bool = False
+
+
+@dataclass
+class Held:
+    """A reservation that the view should hold."""
+
+    index: int
+    incarnation: str
+    gateway: int
+    seen: bool
+    expires_s: float
+
+
+def ask(
+    view: View, request: PlacementRequest, now_s: float, rng: random.Random
+) -> tuple[Decision | None, Rejected | None]:
+    try:
+        return decide(request, view, now_s, rng), None
+    except Rejected as refused:
+        return None, refused
+
+
+class Fleet(RuleBasedStateMachine):
+    """The model keeps sets of ids; the view keeps counts. They must agree after every step."""
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def begin(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.view = View(Rules(lease_s=LEASE_S, stale_after_s=1e9), self.now_s)
+        self.units = [
+            World(make_card(f"u{i}", model=MODELS[i % 2], max_running=2, max_waiting=1)) for i in range(UNITS)
+        ]
+        self.links = list(range(100, 100 + GATEWAYS))
+        self.numbers = 0
+        self.open: dict[str, Held] = {}
+        self.on_way: list[tuple[str, int, str]] = []
+        self.settled_since: dict[int, set[str]] = {i: set() for i in range(UNITS)}
+
+    def fresh_number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    # --- units ------------------------------------------------------------------------------
+
+    @rule(index=st.integers(0, UNITS - 1))
+    def connect(self, index: int) -> None:
+        unit = self.units[index]
+        unit.link = 1000 + self.fresh_number()
+        unit.has_sample, unit.sampled = False, set()
+        self.settled_since[index] = set()
+        self.view.join(unit.card, unit.link)
+        for key, held in list(self.open.items()):
+            if held.index == index and held.incarnation != unit.card.incarnation:
+                del self.open[key]
+
+    @rule(index=st.integers(0, UNITS - 1))
+    def lose_unit_link(self, index: int) -> None:
+        unit = self.units[index]
+        if unit.link is not None:
+            assert self.view.leave(unit.link) == (unit.card.unit_id,)
+            unit.link, unit.has_sample, unit.sampled = None, False, set()
+
+    @rule(index=st.integers(0, UNITS - 1))
+    def restart_unit(self, index: int) -> None:
+        self.lose_unit_link(index)
+        unit = self.units[index]
+        unit.card = unit.card._replace(incarnation=f"inc-{self.fresh_number()}")
+        unit.works_on = set()
+
+    @rule(index=st.integers(0, UNITS - 1), hidden=st.integers(0, 1), bad=st.booleans())
+    def report(self, index: int, hidden: int, bad: bool) -> None:
+        """The engine doesn't count `hidden` requests yet; a `bad` sample must change nothing."""
+        unit = self.units[index]
+        if unit.link is None:
+            return
+        running = max(0, len(unit.works_on) - hidden)
+        sample = make_load(unit.card, running=running, reservations=tuple(sorted(unit.works_on)))
+        if bad:
+            self.view.report(
+                [sample._replace(running=-1), sample._replace(incarnation="?")], unit.link, self.now_s
+            )
+            self.view.report([sample], unit.link + 1, self.now_s)
+            return
+        self.view.report([sample], unit.link, self.now_s)
+        unit.sampled, unit.has_sample = set(unit.works_on), True
+        self.settled_since[index] = set()
+        for key, held in list(self.open.items()):
+            if held.index != index or held.incarnation != unit.card.incarnation:
+                continue
+            if key in unit.works_on:
+                held.seen, held.expires_s = True, self.now_s + LEASE_S
+            elif held.seen:
+                del self.open[key]
+
+    # --- requests ---------------------------------------------------------------------------
+
+    @rule(gateway=st.integers(0, GATEWAYS - 1), model=st.sampled_from(MODELS), again=st.booleans())
+    def place(self, gateway: int, model: str, again: bool) -> None:
+        number = self.rng.randint(1, self.numbers) if again and self.numbers else self.fresh_number()
+        request = make_request(f"req_{number}", model=model)
+        key = request.reservation_id
+        if key in self.open:
+            if any(key in unit.works_on for unit in self.units):
+                return  # a gateway never asks anew for what already runs
+            self.end(key)
+        self.view.withdraw(key)
+        decision, refused = ask(self.view, request, self.now_s, self.rng)
+        if decision is None:
+            assert refused is not None
+            assert refused.details["reasons"]
+            able = [i for i, unit in enumerate(self.units) if unit.has_sample and unit.card.model == model]
+            assert all(self.load_of(index) >= 3 for index in able)
+            return
+        self.view.reserve(request, decision.chosen.unit_id, self.links[gateway], self.now_s)
+        index = int(decision.chosen.unit_id[1:])
+        incarnation = decision.chosen.incarnation
+        assert incarnation == self.units[index].card.incarnation
+        self.open[key] = Held(index, incarnation, self.links[gateway], False, self.now_s + LEASE_S)
+        self.on_way.append((key, index, incarnation))
+
+    @precondition(lambda self: self.on_way)
+    @rule(data=st.data())
+    def submit_arrives(self, data: st.DataObject) -> None:
+        key, index, incarnation = self.on_way.pop(data.draw(st.integers(0, len(self.on_way) - 1)))
+        if self.units[index].card.incarnation == incarnation:
+            self.units[index].works_on.add(key)
+
+    @rule(data=st.data(), outcome=st.sampled_from(["done", "cancelled", "refused"]), unit_ends=st.booleans())
+    def settle(self, data: st.DataObject, outcome: str, unit_ends: bool) -> None:
+        """The gateway's settlement and the unit's own end of the work come in any order."""
+        key = data.draw(st.sampled_from([*self.open, "req_unknown/s/0"]))
+        if unit_ends:
+            for unit in self.units:
+                unit.works_on.discard(key)
+        assert self.view.settle(key, outcome, self.now_s) == (key in self.open)
+        if key in self.open:
+            self.end(key)
+
+    @rule(gateway=st.integers(0, GATEWAYS - 1))
+    def lose_gateway(self, gateway: int) -> None:
+        link = self.links[gateway]
+        lost = [key for key, held in self.open.items() if held.gateway == link and not held.seen]
+        assert self.view.release_holder(link) == len(lost)
+        for key in lost:
+            self.end(key)
+        self.links[gateway] = 100_000 + self.fresh_number()
+
+    @rule(ticks=st.integers(1, 20))
+    def time_passes(self, ticks: int) -> None:
+        for _ in range(ticks):
+            self.now_s += STEP_S
+            due = [key for key, held in self.open.items() if held.expires_s <= self.now_s]
+            before = self.view.reservations
+            expired = self.view.tick(self.now_s)
+            assert expired == before - self.view.reservations == len(due)
+            for key in due:
+                del self.open[key]
+
+    def end(self, key: str) -> None:
+        held = self.open.pop(key)
+        unit = self.units[held.index]
+        if held.incarnation == unit.card.incarnation and unit.link is not None and key in unit.sampled:
+            self.settled_since[held.index].add(key)
+
+    # --- what must hold ---------------------------------------------------------------------
+
+    def load_of(self, index: int) -> int:
+        """The load of a unit, over ids: in its sample and not settled since, or decided and unseen."""
+        unit = self.units[index]
+        in_sample = unit.sampled - self.settled_since[index]
+        decided = {
+            key
+            for key, held in self.open.items()
+            if held.index == index and held.incarnation == unit.card.incarnation
+        }
+        return len(in_sample | decided)
+
+    @invariant()
+    def every_request_counts_once(self) -> None:
+        if not hasattr(self, "view"):
+            return
+        expected = {
+            unit.card.unit_id: self.load_of(index)
+            for index, unit in enumerate(self.units)
+            if unit.link is not None
+        }
+        assert self.view.loads() == expected
+        assert self.view.reservations == len(self.open)
+        columns = self.view.columns
+        for counts in (
+            columns.unseen,
+            columns.released,
+            columns.unseen_prompt_tokens,
+            columns.unseen_kv_tokens,
+        ):
+            assert (counts >= 0).all()
+        assert (columns.unseen_prompt_tokens == 100 * columns.unseen).all()
+
+    def teardown(self) -> None:
+        """When all work has ended and all leases are over, nothing is left."""
+        if not hasattr(self, "view"):
+            return
+        for _ in range(int(LEASE_S / STEP_S)):
+            self.now_s += STEP_S
+            self.view.tick(self.now_s)
+        for unit in self.units:
+            unit.works_on.clear()
+            if unit.link is not None:
+                self.view.report([make_load(unit.card)], unit.link, self.now_s)
+        assert set(self.view.loads().values()) <= {0}
+        assert self.view.reservations == 0
+        for unit in self.units:
+            if unit.link is not None:
+                self.view.leave(unit.link)
+        assert len(self.view.models) == len(self.view.regions) == self.view.columns.size == 0
+
+
+TestFleet = Fleet.TestCase
+TestFleet.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+cards = st.builds(
+    make_card,
+    st.text("abcdefgh", min_size=1, max_size=6),
+    model=st.sampled_from(MODELS),
+    region=st.sampled_from(["a", "b", "c"]),
+    memory_grant_mb=st.integers(0, 100),
+    max_running=st.integers(1, 3),
+    max_waiting=st.integers(0, 2),
+    decode_ms_per_token=st.sampled_from([-1.0, 1.0, 50.0]),
+)
+
+
+@given(
+    fleet=st.lists(cards, max_size=8, unique_by=lambda card: card.unit_id),
+    running=st.integers(0, 5),
+    state=st.sampled_from(UnitState),
+    allowed=st.lists(st.sampled_from("abcd"), max_size=2),
+    prefer=st.lists(st.sampled_from("abcd"), max_size=3),
+    avoid=st.lists(st.sampled_from([*MODELS, "model"]), max_size=1),
+    memory=st.integers(0, 100),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_decision_keeps_every_hard_rule_and_a_refusal_has_reasons(
+    fleet: list[UnitCard],
+    running: int,
+    state: UnitState,
+    allowed: list[str],
+    prefer: list[str],
+    avoid: list[str],
+    memory: int,
+    seed: int,
+) -> None:
+    view = make_view(*fleet)
+    if fleet:
+        view.report([make_load(fleet[0], running=running, state=int(state))], 1, 0.0)
+    request = make_request(
+        allowed_regions=tuple(allowed),
+        prefer_regions=tuple(prefer),
+        avoid_models=tuple(avoid),
+        min_memory_mb=memory,
+        dry_run=True,
+    )
+
+    def may_run(card: UnitCard) -> bool:
+        return (
+            card.model == request.model
+            and card.model not in avoid
+            and (not allowed or card.region in allowed)
+            and card.memory_grant_mb >= memory
+            and (card is not fleet[0] or state == UnitState.READY)
+        )
+
+    fit = {card.unit_id for card in fleet if may_run(card)}
+    full = {card.unit_id for card in fleet[:1] if running >= card.max_running + card.max_waiting}
+    decision, refused = ask(view, request, 0.0, random.Random(seed))
+    if isinstance(refused, NoEligibleUnit):
+        assert not fit
+        assert refused.details["reasons"]
+        assert sum(refused.details["rejected_by_code"].values()) == len(fleet)
+    elif isinstance(refused, Saturated):
+        assert fit
+        assert fit <= full
+        assert refused.retry_after_s > 0
+    else:
+        assert decision is not None
+        assert decision.chosen.unit_id in fit - full
+        candidates = {decision.chosen.unit_id, *(c.unit_id for c in decision.next_best)}
+        assert len(candidates) == min(4, len(fit - full))
+        assert {r.unit_id for r in decision.rejections} == {c.unit_id for c in fleet} - (fit - full)
+        assert sum(Counter(dict(decision.rejected_by_code)).values()) == len(decision.rejections)
