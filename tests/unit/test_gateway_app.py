@@ -1,0 +1,345 @@
+"""The ASGI callable with a scripted run behind it: statuses, late failures, bugs, caps, lifespan."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from gateway.http.app import GatewayApp
+from gateway.http.shapes import ErrorEnvelope
+from gateway.pipeline.contract import Contract
+from gateway.pipeline.events import Chunk, Finished, RunEvent, RunFailed, Started
+from gateway.pipeline.plan import Plan
+from gateway.records import PipelineRecord, PipelineStatus, Tenant
+from gateway.services import Services
+from grid.config import Config
+from grid.errors import GridError, NotFound, Saturated, Unauthorised, UnitLost
+from grid.words import Usage
+
+STARTED = Started("req_x", "pl-1", 1, "m", ("generation-1",), (), 3, 0, "local")
+CHUNK = Chunk(0, "hel", 1)
+FINISHED = Finished("stop", Usage(3, 0, 1, 0.1), 1.0, 2.0, (), (), True)
+INVOKE, CHAT = "/v1/pipelines/pl-1/invoke", "/v1/chat/completions"
+CONTRACT = {"pipeline": {"steps": [{"type": "generation", "model": "sim"}]}}
+CONFIG = Config.model_validate(
+    {"models": [{"name": "sim", "engine": "simulated"}], "gateway": {"max_streams_per_replica": 1}}
+)
+
+Script = list[RunEvent | BaseException]
+
+
+class ScriptedRunner:
+    """Plays a script; a pause lets the reader take what is there first."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.left = 0
+
+    async def run(self, plan: Plan) -> AsyncGenerator[RunEvent, None]:
+        try:
+            for item in self.script:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        except (asyncio.CancelledError, GeneratorExit):
+            self.left += 1
+            raise
+
+
+class OneTenant:
+    async def authenticate(self, key: str) -> Tenant:
+        if key != "zg-good":
+            raise Unauthorised("wrong key")
+        return Tenant("t", "key-1", False, "salt")
+
+
+class OnePipeline:
+    def __init__(
+        self, status: PipelineStatus = PipelineStatus.ACTIVE, error: Exception | None = None
+    ) -> None:
+        self._status = status
+        self._error = error
+
+    async def get_pipeline(self, tenant_id: str, pipeline_id: str) -> PipelineRecord:
+        if self._error is not None:
+            raise self._error
+        if pipeline_id != "pl-1":
+            raise NotFound("there is none", param="pipeline_id")
+        contract = Contract.model_validate_json(json.dumps(CONTRACT))
+        return PipelineRecord(pipeline_id, tenant_id, "p", 1, contract, self._status, "no units", "", "")
+
+
+class Closing:
+    closed = 0
+
+
+def services(runner: ScriptedRunner, **parts: Any) -> Services:
+    async def close() -> None:
+        Closing.closed += 1
+
+    return cast(
+        Services,
+        SimpleNamespace(
+            config=CONFIG,
+            tenants=OneTenant(),
+            registry=parts.get("registry", OnePipeline()),
+            runner=runner,
+            close=close,
+        ),
+    )
+
+
+@asynccontextmanager
+async def app_of(built: Services) -> AsyncIterator[GatewayApp]:
+    """Run the application's lifespan as a server does."""
+
+    async def build() -> Services:
+        return built
+
+    app = GatewayApp(CONFIG, build)
+    to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    from_app: asyncio.Queue[Any] = asyncio.Queue()
+    life = asyncio.create_task(app({"type": "lifespan"}, to_app.get, from_app.put))
+    await to_app.put({"type": "lifespan.startup"})
+    assert (await from_app.get())["type"] == "lifespan.startup.complete"
+    try:
+        yield app
+    finally:
+        await to_app.put({"type": "lifespan.shutdown"})
+        assert (await from_app.get())["type"] == "lifespan.shutdown.complete"
+        await life
+
+
+async def ask(
+    script: Script, path: str, body: dict[str, Any], **parts: Any
+) -> tuple[httpx.Response, ScriptedRunner]:
+    runner = ScriptedRunner(script)
+    async with app_of(services(runner, **parts)) as app:
+        transport = httpx.ASGITransport(app)
+        headers = {"x-api-key": "zg-good"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
+            return await client.post(path, json=body), runner
+
+
+def body_of(path: str, stream: bool) -> dict[str, Any]:
+    if path == CHAT:
+        return {"model": "sim", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+    return {"input": "x", "stream": stream}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", [INVOKE, CHAT])
+async def test_a_refusal_is_a_real_status_with_retry_after(path: str, stream: bool) -> None:
+    answer, _ = await ask([Saturated("full", retry_after_s=1.2)], path, body_of(path, stream))
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "2"
+    assert answer.json()["error"]["code"] == "saturated"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", [INVOKE, CHAT])
+async def test_a_failure_before_any_text_is_a_real_status_too(path: str, stream: bool) -> None:
+    script: Script = [RunFailed(UnitLost("gone"), Usage(), "")]
+    answer, _ = await ask(script, path, body_of(path, stream))
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "unit_lost"
+
+
+async def test_a_failure_in_mid_stream_is_an_error_event_with_what_there_was() -> None:
+    script: Script = [STARTED, CHUNK, RunFailed(UnitLost("gone"), Usage(3, 0, 1, 0.1), "hel")]
+    answer, _ = await ask(script, INVOKE, body_of(INVOKE, True))
+    assert answer.status_code == 200
+    last = answer.text.rstrip("\n").split("\n\n")[-1]
+    assert last.startswith("event: error\n")
+    error = json.loads(last.split("data: ")[1])
+    ErrorEnvelope.model_validate(error)
+    assert error["error"]["output"] == "hel"
+    assert error["error"]["usage"]["output_tokens"] == 1
+    assert error["request_id"] == answer.headers["x-request-id"]
+    assert "event: done" not in answer.text
+
+
+async def test_a_failure_in_mid_chat_is_a_frame_with_error_and_no_done() -> None:
+    script: Script = [STARTED, CHUNK, RunFailed(UnitLost("gone"), Usage(3, 0, 1, 0.1), "hel")]
+    answer, _ = await ask(script, CHAT, body_of(CHAT, True))
+    frames = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    assert json.loads(frames[-1])["error"]["code"] == "unit_lost"
+    assert "[DONE]" not in answer.text
+
+
+async def test_a_failed_whole_answer_tells_what_was_made() -> None:
+    script: Script = [STARTED, CHUNK, RunFailed(UnitLost("gone"), Usage(3, 0, 1, 0.1), "hel")]
+    answer, _ = await ask(script, INVOKE, body_of(INVOKE, False))
+    assert answer.status_code == 503
+    assert answer.json()["error"]["output"] == "hel"
+
+
+async def test_a_finished_chat_ends_with_done() -> None:
+    answer, _ = await ask([STARTED, CHUNK, FINISHED], CHAT, body_of(CHAT, True))
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", [INVOKE, CHAT])
+async def test_a_bug_is_a_500_with_its_request_id_and_no_details(
+    path: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        answer, _ = await ask([KeyError("secret words")], path, body_of(path, stream))
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "api_error"
+    assert answer.headers["x-request-id"] in caplog.text
+
+
+async def test_a_bug_in_a_cold_route_is_told_the_same_way(caplog: pytest.LogCaptureFixture) -> None:
+    registry = OnePipeline(error=KeyError("secret words"))
+    with caplog.at_level(logging.ERROR):
+        async with app_of(services(ScriptedRunner([]), registry=registry)) as app:
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                answer = await client.get("/v1/pipelines/pl-1", headers={"x-api-key": "zg-good"})
+    assert answer.status_code == 500
+    ErrorEnvelope.model_validate(answer.json())
+    assert "secret" not in answer.text
+    assert caplog.text.count(answer.headers["x-request-id"]) == 1
+
+
+async def test_a_run_that_ends_without_a_word_is_a_500() -> None:
+    for stream in (True, False):
+        answer, _ = await ask([], INVOKE, body_of(INVOKE, stream))
+        assert answer.status_code == 500
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(PipelineStatus.ACTIVE, 200), (PipelineStatus.DEPLOYING, 200), (PipelineStatus.FAILED, 503)],
+)
+async def test_a_pipeline_that_failed_to_deploy_says_why(status: PipelineStatus, expected: int) -> None:
+    script: Script = [STARTED, CHUNK, FINISHED]
+    answer, _ = await ask(script, INVOKE, body_of(INVOKE, False), registry=OnePipeline(status))
+    assert answer.status_code == expected
+    if expected == 503:
+        assert "no units" in answer.json()["error"]["message"]
+
+
+async def test_streams_above_the_cap_are_refused_and_places_come_back() -> None:
+    hold = asyncio.Event()
+
+    class Held(ScriptedRunner):
+        async def run(self, plan: Plan) -> AsyncGenerator[RunEvent, None]:
+            yield STARTED
+            await hold.wait()
+            yield FINISHED
+
+    async with app_of(services(Held([]))) as app:
+        transport = httpx.ASGITransport(app)
+        headers = {"x-api-key": "zg-good"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
+            first = asyncio.create_task(client.post(INVOKE, json=body_of(INVOKE, False)))
+            while not app._streams:  # noqa: ASYNC110  a turn of the loop at a time
+                await asyncio.sleep(0)
+            refused = await client.post(INVOKE, json=body_of(INVOKE, False))
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            hold.set()
+            assert (await first).status_code == 200
+            assert (await client.post(INVOKE, json=body_of(INVOKE, False))).status_code == 200
+
+
+@pytest.mark.parametrize("server_cancels", [True, False])
+async def test_a_client_that_leaves_ends_the_run(server_cancels: bool) -> None:
+    """Serve cancels the request; plain servers only say that the client is gone."""
+    runner = ScriptedRunner([STARTED, CHUNK, *[CHUNK] * 10_000])
+    sent: list[Any] = []
+    gone = asyncio.Event()
+    body = [{"type": "http.request", "body": b'{"input": "x"}', "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if body:
+            return body.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": INVOKE,
+        "headers": [(b"x-api-key", b"zg-good")],
+        "zerogrid.server_cancels": server_cancels,
+    }
+    async with app_of(services(runner)) as app:
+        task = asyncio.create_task(app(scope, receive, send))
+        while len(sent) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if server_cancels:
+            task.cancel()
+        else:
+            gone.set()
+        await asyncio.wait([task])
+        assert runner.left == 1
+        assert app._streams == 0
+
+
+async def test_the_services_are_closed_with_the_server() -> None:
+    before = Closing.closed
+    async with app_of(services(ScriptedRunner([]))):
+        pass
+    assert Closing.closed == before + 1
+
+
+async def test_a_start_that_fails_is_told_to_the_server() -> None:
+    async def build() -> Services:
+        raise GridError("Redis is away")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "lifespan.startup"}
+
+    await GatewayApp(CONFIG, build)({"type": "lifespan"}, receive, send)
+    assert sent[0]["type"] == "lifespan.startup.failed"
+    assert "Redis is away" in sent[0]["message"]
+
+
+async def test_before_its_start_the_gateway_says_so() -> None:
+    async def build() -> Services:
+        raise AssertionError("never built")
+
+    transport = httpx.ASGITransport(GatewayApp(CONFIG, build))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        answer = await client.get("/v1/models")
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_websockets_are_closed() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {}
+
+    async def build() -> Services:
+        raise AssertionError("never built")
+
+    await GatewayApp(CONFIG, build)({"type": "websocket"}, receive, send)
+    assert sent[0]["type"] == "websocket.close"
