@@ -35,6 +35,8 @@ MAX_DOCUMENT_CHARS = 200_000
 MAX_DOCUMENT_ID_CHARS = 256
 STORE_PIECES = 64
 """Pieces after which a write is made: progress shows, and a failure loses seconds of work."""
+MAX_COUNTS = 8
+"""Tries to record a count that nobody else changes meanwhile; whoever does records a later one."""
 DEFAULT_WINDOW = 256
 """Word pieces that an embedding model reads when the configuration doesn't know it."""
 
@@ -156,16 +158,21 @@ class Documents:
         collection = collection_of(load.tenant, load.source, load.dimension)
         store = store_of(self._stores, load.source)
         count = await store.count(collection)
-        try:
-            await self._registry.touch_source(
-                load.tenant.tenant_id,
-                load.source.data_source_id,
-                document_count=count,
-                dimension=load.dimension,
-            )
-        except NotFound:
-            await store.drop(collection)
-            raise
+        for _attempt in range(MAX_COUNTS):
+            try:
+                await self._registry.touch_source(
+                    load.tenant.tenant_id,
+                    load.source.data_source_id,
+                    document_count=count,
+                    dimension=load.dimension,
+                )
+            except NotFound:
+                await store.drop(collection)
+                raise
+            # Another load may have written between count and record: then the record is already old.
+            written, count = count, await store.count(collection)
+            if count == written:
+                break
         return count
 
     def _window(self, name: str) -> int:

@@ -12,11 +12,11 @@ import pytest
 import redis as plain_redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from support.state import config_at, running_redis
 
 from gateway.redis_server import MAX_SOCKET_PATH_BYTES, EmbeddedRedis, embedded_password, embedded_socket
 from gateway.state import SCHEMA_KEY, SCHEMA_VERSION, Lease, open_redis
 from grid.errors import InternalError, Rejected
-from support.state import config_at, running_redis
 
 
 def mode(path: Path) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from support.state import config_at, running_redis
 
 from gateway.pipeline import tables
 from gateway.pipeline.contract import Contract
@@ -18,7 +19,6 @@ from gateway.records import DataSourceRecord, PipelineStatus
 from gateway.state import open_redis
 from grid.config import Config
 from grid.errors import Conflict, GridError, IdempotencyReused, InternalError, InvalidRequest, NotFound
-from support.state import config_at, running_redis
 
 CONTRACT = Contract.model_validate_json(
     """{"name": "support", "pipeline": {"steps": [

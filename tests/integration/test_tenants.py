@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from support.state import config_at, running_redis
 
 from gateway.state import open_redis
 from gateway.trust.tenants import OPERATOR_TENANT, REVOCATION_S, Tenants
 from grid.config import Config
 from grid.errors import InvalidRequest, NotFound, Rejected, Unauthorised
-from support.state import config_at, running_redis
 
 
 class Clock:

@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from qdrant_client import AsyncQdrantClient
+from support.state import config_at
 
 from gateway.knowledge.filters import Filter, parse_filter
 from gateway.knowledge.sources import embedded
-from gateway.knowledge.sources.base import Collection, Hit, Piece, VectorStore, Vectors
+from gateway.knowledge.sources.base import Collection, Hit, Piece, Vectors, VectorStore
 from gateway.knowledge.sources.edge import EdgeFolder
 from gateway.knowledge.sources.embedded import EmbeddedStore, VectorsActor
 from gateway.knowledge.sources.qdrant import QdrantStore
 from gateway.trust.keyfiles import read_secret, secret_path
 from grid.config import Config
 from grid.errors import Conflict, InternalError, NotFound, Saturated, UnitLost
-from support.state import config_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")
 """Of the client's local mode, which has none; the adapter makes them for the server."""
@@ -186,7 +186,7 @@ async def test_vectors_survive_their_owner_and_clients_find_the_next_one(config:
     await owner.close()
 
 
-async def test_what_was_acknowledged_survives_a_kill_of_the_owner(tmp_path: Path) -> None:
+def test_what_was_acknowledged_survives_a_kill_of_the_owner(tmp_path: Path) -> None:
     script = f"""
 import os
 import numpy as np
@@ -219,7 +219,7 @@ async def test_a_second_owner_is_refused_and_told_who_the_first_is(config: Confi
     await third.close()
 
 
-async def test_half_made_and_half_dropped_collections_are_cleared_away(tmp_path: Path) -> None:
+def test_half_made_and_half_dropped_collections_are_cleared_away(tmp_path: Path) -> None:
     (tmp_path / "acme.ds-1.making" / "shard").mkdir(parents=True)
     (tmp_path / "acme.ds-2.leaving").mkdir()
     folder = EdgeFolder(tmp_path)
@@ -229,12 +229,12 @@ async def test_half_made_and_half_dropped_collections_are_cleared_away(tmp_path:
     folder.close()
 
 
-async def test_shards_beyond_the_bound_are_closed_and_found_again(
+def test_shards_beyond_the_bound_are_closed_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.knowledge.sources.edge.MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr("gateway.knowledge.sources.edge.MAX_OPEN_SHARDS", 1)
     folder = EdgeFolder(tmp_path)
-    collections = [Collection("acme", f"ds-{number}", 8) for number in range(4)]
+    collections = [Collection("acme", f"ds-{number}", 8) for number in range(2)]
     for number, collection in enumerate(collections):
         folder.ensure(collection)
         folder.upsert(collection, [Piece("d", 0, str(number), {})], axis(number)[None])

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from qdrant_client import AsyncQdrantClient
+from support.filter_oracle import filters, matches, metadata
 
 from gateway.knowledge.filters import check_metadata, parse_filter
 from gateway.knowledge.sources.base import Collection, Piece
 from gateway.knowledge.sources.edge import EdgeFolder
 from gateway.knowledge.sources.qdrant import QdrantStore
-from support.filter_oracle import filters, matches, metadata
 
 COLLECTION = Collection("acme", "ds-1", 4)
 DOCUMENTS = 10
