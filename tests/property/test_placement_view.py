@@ -251,7 +251,7 @@ class Fleet(RuleBasedStateMachine):
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 cards = st.builds(
@@ -276,7 +276,7 @@ cards = st.builds(
     memory=st.integers(0, 100),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_decision_keeps_every_hard_rule_and_a_refusal_has_reasons(
     fleet: list[UnitCard],
     running: int,
