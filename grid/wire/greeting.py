@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 from grid.errors import GridError, Unauthorised, UnitLost
 from grid.wire import handshake
-from grid.wire.codec import STRANGER, Decoder, ProtocolError, encode
+from grid.wire.codec import STRANGER_FRAME_BYTES, Decoder, ProtocolError, encode
 from grid.wire.handshake import HandshakeError
 from grid.wire.messages import Bye, Hello, Prove, Welcome, WireMessage
 from grid.wire.peer import Beats, Handler, Link, Peer
@@ -34,7 +34,7 @@ class _Greeting(asyncio.Protocol):
 
     def __init__(self, me: Identity) -> None:
         self._me = me
-        self._decoder = Decoder(STRANGER)
+        self._decoder = Decoder(STRANGER_FRAME_BYTES)
         self._is_over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -42,9 +42,11 @@ class _Greeting(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            while not self._is_over and (message := self._decoder.first(data)) is not None:
+            while not self._is_over and (messages := self._decoder.first(data)):
                 data = b""
-                self._heard(message)
+                if len(messages) != 1:
+                    raise HandshakeError("protocol_error", "each handshake message has a frame of its own")
+                self._heard(messages[0])
         except HandshakeError as error:
             self._fail(error.code, error.reason)
         except ProtocolError as error:

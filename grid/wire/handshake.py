@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-import msgpack  # type: ignore[import-untyped]
+import msgspec
 
 from grid.wire.messages import PROTOCOL_VERSION, Hello, Prove, Welcome
 
@@ -73,4 +73,4 @@ def _check_greeting(theirs: Hello | Welcome) -> None:
 def _proof(secret: bytes, label: bytes, dialler: Hello, listener: Welcome) -> bytes:
     """Covers the fields by name: one that a newer release appends must not change an older one's proof."""
     said = [[side.version, side.role, side.peer_id, side.nonce] for side in (dialler, listener)]
-    return hmac.new(secret, msgpack.packb([label, *said]), hashlib.sha256).digest()
+    return hmac.new(secret, msgspec.msgpack.encode([label, *said]), hashlib.sha256).digest()

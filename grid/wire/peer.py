@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from grid.errors import DeadlineExceeded, GridError, Saturated, UnitLost, revive
-from grid.wire.codec import MAX_FRAME_BYTES, Decoder, ProtocolError, encode
-from grid.wire.messages import Bye, Hello, Ping, Pong, Prove, Refused, Welcome, WireMessage
+from grid.wire.codec import MAX_FRAME_BYTES, MAX_RUN, Decoder, ProtocolError, encode
+from grid.wire.messages import Bye, Hello, Ping, Pong, Prove, Refused, Tokens, Welcome, WireMessage
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,9 @@ class Peer(asyncio.Protocol):
         self._handler = handler
         self._decoder = Decoder()
         self._unsent: list[bytes] = []
+        self._run: list[Tokens] = []
+        """Tokens sent this turn after the newest frame in `_unsent`: they will be one frame."""
+        self._is_flush_due = False
         self._reason = ""
         self._beats = beats
         self._silent = 0
@@ -110,16 +113,32 @@ class Peer(asyncio.Protocol):
     # --- out ----------------------------------------------------------------------------------
 
     def send(self, message: WireMessage) -> None:
-        """Queue a message; all of one loop turn leave in one write. On a closed peer: ignored and counted."""
+        """Queue a message; all of one loop turn leave in one write. On a closed peer: ignored and counted.
+
+        Raises TooLarge or TypeError for a message that no frame can carry.
+        """
         if not self.is_open:
             self.sends_dropped += 1
             return
-        unsent = self._unsent
-        if not unsent:
+        if type(message) is Tokens:
+            self._run.append(message)
+        else:
+            frame = encode(message)
+            self._end_run()
+            self._unsent.append(frame)
+        if not self._is_flush_due:
+            self._is_flush_due = True
             self._loop.call_soon(self._flush)
-        unsent.append(encode(message))
+
+    def _end_run(self) -> None:
+        run = self._run
+        for start in range(0, len(run), MAX_RUN):
+            self._unsent.append(encode(*run[start : start + MAX_RUN]))
+        run.clear()
 
     def _flush(self) -> None:
+        self._is_flush_due = False
+        self._end_run()
         if not self._unsent:
             return
         self._transport.write(b"".join(self._unsent))
@@ -225,6 +244,7 @@ class Peer(asyncio.Protocol):
             self.is_open = False
             self._reason = reason
             self._unsent.clear()
+            self._run.clear()
             self._beat_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -285,12 +305,17 @@ class Link(Peer):
 
     def _deliver(self, messages: list[WireMessage]) -> None:
         streams = self._streams
-        for message, size in zip(messages, self._decoder.sizes, strict=False):
+        decoded_bytes = self._decoder.decoded_bytes
+        for message in messages:
             stream = streams.get(message[0])
-            if stream is not None:
-                stream._push(message, size)
-            else:
+            if stream is None:
                 self._take(message)
+                continue
+            stream._queue.append(message)
+            if decoded_bytes > stream._measure_at:
+                stream._measure(decoded_bytes)
+            if stream._waiter is not None:
+                stream._wake()
 
     def _next_beat(self) -> None:
         self.send(Ping(0, next(self._ticks)))
@@ -309,13 +334,14 @@ class Link(Peer):
 class LinkStream:
     """One conversation on a link. Has one reader at a time."""
 
-    __slots__ = ("_error", "_held_bytes", "_link", "_max_bytes", "_queue", "_waiter", "id")
+    __slots__ = ("_error", "_link", "_max_bytes", "_measure_at", "_queue", "_waiter", "id")
 
     def __init__(self, link: Link, number: int, max_bytes: int) -> None:
         self.id = number
         self._link = link
         self._max_bytes = max_bytes
-        self._held_bytes = 0
+        self._measure_at = link._decoder.decoded_bytes + max_bytes
+        """Until the link has decoded this many bytes, the queue can't hold more than `max_bytes`."""
         self._queue: list[WireMessage] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: GridError | None = None
@@ -335,22 +361,22 @@ class LinkStream:
             self._waiter = self._link._loop.create_future()
             await self._waiter
         queue, self._queue = self._queue, []
-        self._held_bytes = 0
+        self._measure_at = self._link._decoder.decoded_bytes + self._max_bytes
         return queue
 
     def close(self) -> None:
         """Frames that still come for this stream are dropped and counted. Closing twice does nothing."""
         self._link._streams.pop(self.id, None)
 
-    def _push(self, message: WireMessage, size: int) -> None:
-        self._queue.append(message)
-        self._held_bytes += size
-        if self._held_bytes > self._max_bytes:
+    def _measure(self, decoded_bytes: int) -> None:
+        """Weigh the queue itself: only now could it have grown too large."""
+        held_bytes = sum(len(encode(message)) for message in self._queue)
+        if held_bytes > self._max_bytes:
             self._queue.clear()
             self.close()
             self._fail(Saturated(f"more than {self._max_bytes} bytes waited for the reader of a stream"))
-        elif self._waiter is not None:
-            self._wake()
+        else:
+            self._measure_at = decoded_bytes + max(self._max_bytes - held_bytes, self._max_bytes // 16)
 
     def _fail(self, error: GridError) -> None:
         self._error = error
