@@ -159,7 +159,7 @@ not be taken one by one, as the model was trained."""
 
 @contextlib.contextmanager
 def _offline_transformers() -> Iterator[Any]:
-    """Import transformers so that it neither looks for a hub nor draws its own progress bars."""
+    """Import transformers so that it does not look for a hub."""
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
@@ -170,7 +170,6 @@ def _offline_transformers() -> Iterator[Any]:
             "pip install 'zerogrid[cpu]' or 'zerogrid[cuda]'"
         ) from error
     try:
-        transformers.utils.logging.disable_progress_bar()
         yield transformers
     finally:
         if before is None:

@@ -21,10 +21,11 @@ CONTEXT_HEADING = "Answer from this context:"
 PROMPT_HASH_BYTES = 16
 
 
-def documents_block(index: int, text: str) -> str:
-    """Return how document number `index` (from 0) stands in the system message."""
-    lead = f"\n\n{CONTEXT_HEADING}\n\n" if index == 0 else "\n\n"
-    return f"{lead}{text.strip()}"
+def documents_block(index: int, text: str, *, after: str) -> str:
+    """Return how document number `index` (from 0) stands in the system message, `after` its own text."""
+    heading = f"{CONTEXT_HEADING}\n\n" if index == 0 else ""
+    gap = "\n\n" if after or index else ""
+    return f"{gap}{heading}{text.strip()}"
 
 
 def split_system(messages: Sequence[Message]) -> tuple[str, tuple[Message, ...]]:

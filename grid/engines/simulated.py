@@ -15,7 +15,7 @@ from grid.config import Model
 from grid.engines import simulated_text as text
 from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Step
 from grid.engines.batching import BLOCK_TOKENS, Batch, Request, Speed
-from grid.engines.packing import check_room, fitting, prompt_hash
+from grid.engines.packing import check_room, fitting, prompt_hash, split_system
 from grid.errors import UnitLost
 from grid.hardware import catalogue
 from grid.words import UNKNOWN, FinishReason, Message, Precision
@@ -80,11 +80,12 @@ class SimulatedEngine:
         check_room(at_least, max_output_tokens, context, exact=False)
         ids = text.render(messages)
         room = check_room(len(ids), max_output_tokens, context)
+        system, _ = split_system(messages)
         blocks: list[list[int]] = []
 
         def sizes() -> Iterator[int]:
             for index, document in enumerate(documents):
-                blocks.append(text.document_ids(index, document))
+                blocks.append(text.document_ids(index, document, after=system))
                 yield len(blocks[-1])
 
         used = fitting(sizes(), room)

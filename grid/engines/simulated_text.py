@@ -75,8 +75,8 @@ def render(messages: Sequence[Message]) -> list[int]:
     return ids
 
 
-def document_ids(index: int, text: str) -> list[int]:
-    return encode(documents_block(index, text))
+def document_ids(index: int, text: str, *, after: str) -> list[int]:
+    return encode(documents_block(index, text, after=after))
 
 
 def with_documents(prompt: Sequence[int], documents: Iterable[Sequence[int]]) -> list[int]:

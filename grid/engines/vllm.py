@@ -1,0 +1,259 @@
+"""vLLM behind the engine protocol: one AsyncLLM in the unit's event loop, its EngineCore a child process.
+
+vLLM gives token ids and nothing else; prompts and text are `prompt.py`'s and `decoder.py`'s work. What a
+process needs before it starts is in `environment.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from grid.config import Model
+from grid.engines import models
+from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Step
+from grid.engines.decoder import Detokenizer
+from grid.engines.meter import Meter, Stay
+from grid.engines.packing import check_room
+from grid.engines.prompt import PromptBuilder
+from grid.errors import InternalError, InvalidRequest, UnitLost
+from grid.hardware import catalogue
+from grid.words import FinishReason, Message, Precision
+
+KV_BLOCK_TOKENS_CPU = 32
+"""The block size that vLLM's CPU attention does best with."""
+
+GPU_MEMORY_SHARE = 0.9
+"""Of whole GPUs: the rest is for the driver, activations and intruders."""
+
+ACTIVATIONS_MB = 1536
+"""What a share of a GPU keeps free beside weights and KV cache."""
+
+SHUTDOWN_S = 1.0
+"""vLLM's default waits 5 s for a process that has nothing to save."""
+
+DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class VLLMEngine:
+    """Implements `grid.engines.base.Engine`."""
+
+    def __init__(self, model: Model, cache_dir: Path, progress: models.Progress = models.silent) -> None:
+        self._model = model
+        self._precision = Precision.parse(model.precision)
+        self._cache_dir = cache_dir
+        self._progress = progress
+        self._meter = Meter(max_running=model.max_running)
+        self._adapter: ModuleType
+        self._llm: Any = None
+        self._prompts: PromptBuilder
+        self._detokenizer: Detokenizer
+        self._end_ids: list[int] = []
+
+    async def start(self) -> EngineFacts:
+        """Load the model. vLLM wants to be built inside the loop and blocks it for tens of seconds."""
+        model = self._model
+        folder = await asyncio.to_thread(models.resolve, model.source, self._cache_dir, self._progress)
+        arguments = engine_arguments(model, folder)
+        self._prompts = PromptBuilder(folder, model.context_tokens)
+        self._detokenizer = Detokenizer(folder / "tokenizer.json")
+        self._end_ids = end_ids(folder)
+        try:
+            from grid.engines import vllm_adapter
+        except ImportError as error:
+            extra = "cuda" if model.gpus else "cpu"
+            raise InternalError(
+                f"vLLM can't be used here ({error}): pip install 'zerogrid[{extra}]'"
+            ) from error
+        self._adapter = vllm_adapter
+        try:
+            self._llm, self._meter.kv_tokens_total = vllm_adapter.build(arguments, self._meter)
+        except Exception as error:
+            raise InternalError(
+                f"vLLM could not load {model.name} from {folder}: {type(error).__name__}: {error}"
+            ) from error
+        digest = await asyncio.to_thread(weights_digest, folder)
+        return EngineFacts(
+            model=model.name,
+            precision=self._precision,
+            fingerprint=f"{vllm_adapter.kernels()}/{self._precision.label}/{digest}",
+            context_tokens=model.context_tokens,
+            kv_tokens_total=self._meter.kv_tokens_total,
+        )
+
+    async def prepare(
+        self, messages: Sequence[Message], documents: Sequence[str], max_output_tokens: int
+    ) -> Prepared:
+        build = self._prompts.build
+        if self._prompts.is_long(messages, documents):
+            return await asyncio.to_thread(build, messages, documents, max_output_tokens)
+        return build(messages, documents, max_output_tokens)
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Step]:
+        sampling, emitted = generation.sampling, generation.emitted_ids
+        tokens = len(generation.prompt.prompt_ids) + len(emitted)
+        if sampling.max_output_tokens < 1:
+            raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
+        # vLLM would silently cut the answer short.
+        check_room(tokens, sampling.max_output_tokens, self._model.context_tokens)
+        prompt, parameters = self._adapter.request(generation, self._end_ids)
+        text = self._detokenizer.stream(generation.prompt.prompt_ids, emitted)
+        stay = self._meter.joined(tokens, time.monotonic())
+        try:
+            outputs = self._llm.generate(
+                prompt, parameters, generation.engine_id, priority=generation.priority
+            )
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if not stay.started:
+                        self._note_prefill(stay, output)
+                    completion = output.outputs[0]
+                    ids = tuple(completion.token_ids)
+                    new_text = text.feed(ids)
+                    reason = None
+                    if output.finished:
+                        new_text += text.finish()
+                        reason = _finish_reason(completion.finish_reason)
+                        self._meter.left(stay)
+                    yield Step(
+                        ids,
+                        new_text,
+                        reason,
+                        output.num_cached_tokens or 0,
+                        self._meter.take_seconds(stay),
+                    )
+        except Exception as error:
+            raise self._adapter.translated(error) from error
+        finally:
+            self._meter.left(stay)
+
+    def load(self) -> EngineLoad:
+        return self._meter.load()
+
+    async def check(self) -> None:
+        try:
+            await self._llm.check_health()
+        except Exception as error:
+            raise UnitLost(f"the engine is not healthy: {type(error).__name__}") from error
+
+    async def close(self) -> None:
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
+
+    def _note_prefill(self, stay: Stay, output: Any) -> None:
+        computed = stay.prompt_tokens - (output.num_cached_tokens or 0)
+        times = output.metrics
+        self._meter.prefilled(stay, computed, times.first_token_ts - times.scheduled_ts if times else 0.0)
+
+
+def _finish_reason(name: str | None) -> FinishReason:
+    if name in FINISH_REASONS:
+        return FINISH_REASONS[name]
+    raise InternalError(f"the engine ended a request with {name!r}")
+
+
+def engine_arguments(model: Model, folder: Path) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a unit. Raises InternalError for what vLLM can't serve there."""
+    precision = Precision.parse(model.precision)
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "served_model_name": model.name,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "max_model_len": model.context_tokens,
+        "max_num_seqs": model.max_running,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        **_weights(precision, folder),
+    }
+    if not model.gpus:
+        if precision not in catalogue.GPUS["CPU"].precisions:
+            served = ", ".join(p.label for p in catalogue.GPUS["CPU"].precisions)
+            raise InternalError(f"vLLM serves no {precision.label} on CPU cores; use one of {served}")
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": KV_BLOCK_TOKENS_CPU,
+            "kv_cache_memory_bytes": model.kv_cache_mb * 2**20,
+        }
+    elif model.gpus < 1 or "kv_cache_mb" in model.model_fields_set:
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(model, folder)
+    else:
+        arguments["gpu_memory_utilization"] = GPU_MEMORY_SHARE
+    if model.gpus > 1:
+        arguments["tensor_parallel_size"] = int(model.gpus)
+    return arguments
+
+
+def _weights(precision: Precision, folder: Path) -> dict[str, Any]:
+    if precision in DTYPES:
+        return {"dtype": DTYPES[precision]}
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    if "quantization_config" in config:
+        return {"dtype": "auto"}
+    if precision is Precision.FP8:
+        return {"dtype": "auto", "quantization": "fp8"}
+    raise InternalError(
+        f"{precision.label} needs a checkpoint that is already quantised, and {folder.name} is not; "
+        "point the model's source at one, or choose fp8 or a 16-bit precision"
+    )
+
+
+def _kv_cache_bytes(model: Model, folder: Path) -> int:
+    """Return the KV cache's size on GPUs where vLLM must not take what it finds free."""
+    if "kv_cache_mb" in model.model_fields_set:
+        return model.kv_cache_mb * 2**20
+    if not model.memory_grant_mb:
+        raise InternalError(f"a unit of {model.name} owns a share of a GPU: set its memory_grant_mb")
+    weights_mb = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
+    free_mb = model.memory_grant_mb - weights_mb - ACTIVATIONS_MB
+    if free_mb <= 0:
+        raise InternalError(
+            f"{model.name} has {weights_mb:.0f} MB of weights and needs {ACTIVATIONS_MB} MB to compute in; "
+            f"its memory_grant_mb of {model.memory_grant_mb} leaves no room for a KV cache"
+        )
+    return int(free_mb * 2**20)
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Return the token ids that end an answer, from every place where a model may name them."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        named = json.loads(path.read_text("utf-8")).get("eos_token_id") if path.is_file() else None
+        found.update([named] if isinstance(named, int) else named or [])
+    if not found:
+        raise InternalError(f"{folder.name} names no end-of-sequence token (eos_token_id)")
+    return sorted(found)
+
+
+DIGEST_SAMPLES = 16
+DIGEST_SAMPLE_BYTES = 256 * 1024
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a short hash of weights, tokenizer and template. Of each weights file its size, its header
+    and evenly spaced samples are read: cheap at any size, and different for any retraining."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for sample in range(DIGEST_SAMPLES):
+                file.seek(size * sample // DIGEST_SAMPLES)
+                digest.update(file.read(DIGEST_SAMPLE_BYTES))
+    return digest.hexdigest()
