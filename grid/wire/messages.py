@@ -1,9 +1,9 @@
 """Every message of the link, and the integer kind of each.
 
-A frame is the msgpack array `[kind, stream, …fields]`. Fields are only ever appended, each with a
-default, so that cells of two releases can talk; a kind is never reused. A message with stream 0
-belongs to the connection. Streams are numbered by the side that dialled. `codec.py` turns these
-into bytes and back.
+A message is the msgpack array `[stream, …fields]`, in a frame that names its kind. Fields are only ever
+appended, each with a default, so that cells of two releases can talk; a kind is never reused. A message
+with stream 0 belongs to the connection. Streams are numbered by the side that dialled. `codec.py` turns
+these into bytes and back.
 """
 
 from __future__ import annotations
