@@ -235,10 +235,15 @@ class Usage(NamedTuple):
     output_tokens: int = 0
     cu_seconds: float = 0.0
 
-    def __add__(self, other: object) -> Usage:  # type: ignore[override]
+    def __add__(self, other: object) -> Usage:
         if not isinstance(other, Usage):
             return NotImplemented
-        return Usage(*(a + b for a, b in zip(self, other, strict=True)))
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+            self.cu_seconds + other.cu_seconds,
+        )
 
 
 class FleetUnit(NamedTuple):
