@@ -1,0 +1,260 @@
+"""The supervisor actor: keeps the configured units alive as detached Ray actors, as `Planner` decides.
+
+It owns the life of every unit process: one task a unit creates it, starts it, watches it and, at the end,
+kills what is left. It survives its own restart by taking over the units that it finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+
+from grid.config import Config
+from grid.engines.environment import engine_environment
+from grid.errors import GridError
+from grid.units import planner as plan
+from grid.units.ray_unit import NAMESPACE, RayUnit
+
+log = logging.getLogger(__name__)
+
+POLL_PERIOD_S = 1.0
+
+PING_LIMIT_S = 1.0
+PINGS_MISSED = 15
+"""Unanswered pings in a row after which a unit counts as frozen. Placement sees that within 150 ms and sends
+it no work; killing costs a reload, so a loop that is only starved of CPU time may come back."""
+
+ADOPT_LIMIT_S = 5.0
+STOP_LIMIT_S = 5.0
+"""How long a unit may take to close its links and its engine before it is killed."""
+
+UNIT_CONCURRENCY = 100
+"""Calls that a unit actor takes at a time: the supervisor's few and an operator's."""
+
+NAME_PERIOD_S = 0.05
+MAX_REASON_CHARACTERS = 500
+
+NODE_ID_LABEL = "ray.io/node-id"
+
+UNIT_PREFIX = "unit-"
+
+
+class SupervisorActor:
+    """Wrapped by ray.remote. It begins by itself, because nobody calls `start` after Ray restarted it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._planner = plan.Planner(config)
+        self._handles: dict[str, Any] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._ended = asyncio.Event()
+        self._starting = asyncio.get_running_loop().create_task(self._start())
+        self._polling: asyncio.Task[None] | None = None
+        self._stops: set[asyncio.Task[None]] = set()
+
+    # --- what others call -------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Return once existing units were taken over and the first starts are under way."""
+        await asyncio.shield(self._starting)
+
+    async def status(self) -> dict[str, Any]:
+        """Return `{"models": [row, …]}`, see `Planner.status`."""
+        return {"models": self._planner.status(time.monotonic())}
+
+    async def scale(self, model: str, units: int) -> None:
+        """Want another number of units of a model, within its configured min and max."""
+        self._apply(plan.Scale(model, units))
+
+    async def drain(self, unit_id: str, draining: bool = True) -> bool:
+        """Tell a unit to take no new work; False when there is no such unit."""
+        handle = self._handles.get(unit_id)
+        if handle is None:
+            return False
+        await handle.drain.remote(draining)
+        return True
+
+    async def stop_all(self) -> None:
+        """Stop every unit and start none again; returns when all are gone."""
+        await self.start()
+        self._apply(plan.StopAll())
+        while self._lives:
+            self._ended.clear()
+            await self._ended.wait()
+        if self._polling is not None:
+            self._polling.cancel()
+
+    # --- the shell --------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        await self._adopt()
+        self._apply(plan.NodesSeen(await asyncio.to_thread(_nodes)))
+        self._polling = asyncio.get_running_loop().create_task(self._poll())
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_PERIOD_S)
+            try:
+                self._apply(plan.NodesSeen(await asyncio.to_thread(_nodes)))
+            except RayError:
+                log.exception("the nodes of the cluster can't be read; trying again")
+            self._apply(plan.Tick())
+
+    def _apply(self, event: plan.Event) -> None:
+        for effect in self._planner.handle(event, time.monotonic()):
+            match effect:
+                case plan.StartUnit(unit_id):
+                    log.info("starting %s on node %s", unit_id, effect.node_id)
+                    self._live(unit_id, self._run(effect))
+                case plan.StopUnit(unit_id, reason):
+                    log.info("stopping %s: %s", unit_id, reason)
+                    self._keep(self._stop(unit_id))
+
+    async def _adopt(self) -> None:
+        """Take over ready units; kill those that an earlier supervisor left half-started."""
+        for entry in await asyncio.to_thread(list_named_actors, all_namespaces=True):
+            name = entry["name"]
+            if entry["namespace"] != NAMESPACE or not name.startswith(UNIT_PREFIX):
+                continue
+            try:
+                handle = ray.get_actor(name, namespace=NAMESPACE)
+                found: dict[str, Any] = await asyncio.wait_for(handle.describe.remote(), ADOPT_LIMIT_S)
+            except (RayError, ValueError, TimeoutError) as error:
+                log.info("ending %s: %s", name, _reason(error))
+                await _kill(name)
+                continue
+            self._handles[name] = handle
+            self._apply(plan.Adopted(name, found["card"]["model"], found["card"]["node_id"]))
+            self._live(name, self._watch_to_end(name, handle))
+
+    # --- the life of one unit ---------------------------------------------------------------
+
+    def _live(self, unit_id: str, life: Coroutine[Any, Any, None]) -> None:
+        self._lives[unit_id] = asyncio.get_running_loop().create_task(life)
+
+    async def _run(self, start: plan.StartUnit) -> None:
+        try:
+            # Nothing is awaited before the handle is known, so that a stop always finds it.
+            handle = self._handles[start.unit_id] = self._create(start)
+            await handle.ping.remote()
+            self._apply(plan.Placed(start.unit_id))
+            await handle.start.remote()
+            self._apply(plan.Ready(start.unit_id))
+        except (RayError, ValueError, GridError) as error:
+            await self._end(start.unit_id, _reason(error))
+        else:
+            await self._watch_to_end(start.unit_id, handle)
+
+    def _create(self, start: plan.StartUnit) -> Any:
+        model = start.model
+        cpus, gpus = plan.demands(model)
+        labels = {NODE_ID_LABEL: start.node_id}
+        if start.region_label:
+            labels[plan.REGION_LABEL] = start.region_label
+        environment = engine_environment(model)
+        return (
+            ray.remote(RayUnit)
+            .options(
+                name=start.unit_id,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                num_cpus=cpus,
+                num_gpus=gpus,
+                label_selector=labels,
+                # Restarted by Ray, it would come back without its engine; the next one is started here.
+                max_restarts=0,
+                max_concurrency=UNIT_CONCURRENCY,
+                runtime_env={"env_vars": environment} if environment else None,
+            )
+            .remote(self._config, model, start.unit_id, start.region)
+        )
+
+    async def _watch_to_end(self, unit_id: str, handle: Any) -> None:
+        try:
+            reason = await _watch(handle)
+        except RayError as error:
+            reason = _reason(error)
+        await self._end(unit_id, reason)
+
+    async def _stop(self, unit_id: str) -> None:
+        """Let the unit close its links and engine, then kill it; its life's task sees the end."""
+        handle = self._handles.get(unit_id)
+        if handle is None:
+            return
+        try:
+            await asyncio.wait_for(handle.stop.remote(), STOP_LIMIT_S)
+        except (RayError, TimeoutError) as error:
+            log.info("%s did not stop by itself: %s", unit_id, _reason(error))
+        ray.kill(handle)
+
+    async def _end(self, unit_id: str, reason: str) -> None:
+        log.info("%s ended: %s", unit_id, reason)
+        await _kill(unit_id)
+        self._handles.pop(unit_id, None)
+        self._lives.pop(unit_id, None)
+        self._apply(plan.Ended(unit_id, reason))
+        self._ended.set()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+
+
+async def _watch(handle: Any) -> str:
+    """Return why the unit ended. A process that dies raises RayError, at once."""
+    ended = asyncio.ensure_future(handle.ended.remote())
+    missed = 0
+    try:
+        while missed < PINGS_MISSED:
+            done, _ = await asyncio.wait({ended}, timeout=POLL_PERIOD_S)
+            if done:
+                return str(ended.result())
+            try:
+                await asyncio.wait_for(handle.ping.remote(), PING_LIMIT_S)
+                missed = 0
+            except TimeoutError:
+                missed += 1
+    finally:
+        ended.cancel()
+    return f"frozen: {missed} pings in a row were not answered"
+
+
+async def _kill(name: str) -> None:
+    """End an actor and wait until its name is free."""
+    for _ in range(int(STOP_LIMIT_S / NAME_PERIOD_S)):
+        try:
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+        except (ValueError, RayError):
+            return
+        await asyncio.sleep(NAME_PERIOD_S)
+    log.warning("the name %s is still taken", name)
+
+
+def _nodes() -> tuple[plan.Node, ...]:
+    return tuple(
+        plan.Node(
+            node["NodeID"],
+            dict(node.get("Labels") or {}),
+            float(node["Resources"].get("CPU", 0.0)),
+            float(node["Resources"].get("GPU", 0.0)),
+        )
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line for people; a remote traceback's last line is the one that says what happened."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, GridError):
+        return cause.message
+    lines = str(cause).strip().splitlines() or [""]
+    return f"{type(cause).__name__}: {lines[-1].strip()}"[:MAX_REASON_CHARACTERS]
