@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import importlib.util
 import os
 import secrets
 import shutil
-import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +23,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from gateway.folders import private_folder, short_folder
 from gateway.trust.keyfiles import read_or_make_secret, read_secret, secret_path
 from grid.errors import InternalError
 
@@ -33,8 +32,6 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 """A stop writes what is buffered; after this the process is killed (its file survives that as well)."""
 POLL_S = 0.02
-MAX_SOCKET_PATH_BYTES = 107
-"""`sun_path` holds 108 bytes with its closing zero."""
 MAX_MEMORY = "512mb"
 """Thousands of times what a full registry takes; at the bound writes are refused, nothing is evicted."""
 PASSWORD_FILE = "redis-embedded.password"
@@ -42,16 +39,7 @@ LOG_TAIL_LINES = 8
 
 
 def embedded_socket(state_dir: Path) -> Path:
-    """Return the socket's path: under the state folder, or in a short folder when that path is too long.
-
-    The same folder gives the same path in every process, whatever its environment.
-    """
-    state_dir = state_dir.expanduser().absolute()
-    path = state_dir / "run" / "redis.sock"
-    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
-        return path
-    mark = hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]
-    return Path(f"/tmp/zerogrid-{os.getuid()}-{mark}") / "redis.sock"
+    return short_folder(state_dir) / "redis.sock"
 
 
 def embedded_password(state_dir: Path) -> str:
@@ -92,7 +80,7 @@ class EmbeddedRedis:
         Raises InternalError with the end of its log when it does not come up.
         """
         for folder in (self._folder, self._log.parent, self.socket.parent):
-            _private_folder(folder)
+            private_folder(folder)
         with self._exclusive():
             running = self._process()
             if running is None:
@@ -221,18 +209,6 @@ class EmbeddedRedis:
         except OSError:
             return f"(no log at {self._log})"
         return "\n".join(lines[-LOG_TAIL_LINES:])
-
-
-def _private_folder(folder: Path) -> None:
-    """Make `folder` with mode 0700. Raises InternalError when it exists but is another user's or a link."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    facts = folder.lstat()
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise InternalError(
-            f"{folder} is not a folder of this user; remove it, or set cell.state_dir elsewhere"
-        )
-    if stat.S_IMODE(facts.st_mode) & 0o077:
-        folder.chmod(0o700)
 
 
 def _quoted(path: Path) -> str:

@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.folders import private_folder
 from grid.config import Config
+from grid.errors import InternalError
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -40,6 +42,10 @@ DESCRIPTORS_PER_CONNECTION = 2
 """One to the client and one to the replica."""
 SPARE_DESCRIPTORS = 512
 MAX_PROXY_THREADS = 4
+RAY_NODE_ID_CHARS = 56
+"""Serve puts a folder of the node's id before the socket's name."""
+MAX_HAPROXY_SOCKET_CHARS = 97
+"""A Unix socket's path has 107; HAProxy needs ten for the name under which it binds before it renames."""
 CALLBACK = "gateway.replica:middlewares"
 WRAPPER = """\
 #!/bin/sh
@@ -59,15 +65,13 @@ exec {binary} "$@"
 """
 
 
-def serve_environment(config: Config, state_dir: Path) -> dict[str, str]:
+def serve_environment(config: Config, folder: Path) -> dict[str, str]:
     """Return what must be set before `ray start`, and put HAProxy's wrapper where it names it.
 
-    HAProxy's files lie under `state_dir`/run/haproxy, which only this user can enter: its admin socket
-    is writable by everybody who can reach it.
+    HAProxy's files lie in `folder`, which only this user can enter: its admin socket is writable by
+    everybody who can reach it.
     """
-    folder = state_dir / "run" / "haproxy"
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    private_folder(folder)
     wrapper = folder / "haproxy"
     wrapper.write_text(WRAPPER.format(binary=shlex.quote(haproxy_binary())))
     wrapper.chmod(0o700)
@@ -79,8 +83,8 @@ def serve_environment(config: Config, state_dir: Path) -> dict[str, str]:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket_path(folder)),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         # Ours replace them, and each costs a log line a request.
@@ -93,6 +97,14 @@ def serve_environment(config: Config, state_dir: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(beside(gateway.port)),
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,
     }
+
+
+def socket_path(folder: Path) -> Path:
+    """Return the path to give for HAProxy's admin socket. Raises InternalError when it would be too long."""
+    path = folder / "s"
+    if len(os.fsencode(path)) + RAY_NODE_ID_CHARS + 1 > MAX_HAPROXY_SOCKET_CHARS:
+        raise InternalError(f"{folder} is too long a name for the folder of HAProxy's socket")
+    return path
 
 
 def proxy_connections(config: Config, descriptor_limit: int) -> int:

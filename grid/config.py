@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from grid.errors import InvalidRequest
 from grid.words import Precision
 
 
-def _absolute(path: object) -> Path:
-    return Path(str(path)).expanduser().absolute()
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
 
 
 class Section(BaseModel):
@@ -27,7 +27,7 @@ class Section(BaseModel):
 class Cell(Section):
     name: str = Field("local", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     region: str = Field("local", min_length=1, max_length=64)
-    state_dir: Annotated[Path, BeforeValidator(_absolute), Field(validate_default=True)] = Path("~/.zerogrid")
+    state_dir: Annotated[Path, AfterValidator(_absolute), Field(validate_default=True)] = Path("~/.zerogrid")
     """Everything that outlives `grid down`: secrets, Redis' file, vectors, prepared models, logs."""
 
 

@@ -1,0 +1,120 @@
+"""Says to a cell's Ray cluster what has to run on it. Runs as a process of its own, started by `launch`.
+
+The only place where actors and the Serve application are created. Standard output is JSON lines:
+`{"progress": …}` any number of times, then one `{"result": …}` or `{"error": …}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from gateway.knowledge.sources.embedded import VectorsActor
+from gateway.replica import build_deployment
+from gateway.state import open_redis
+from gateway.trust.tenants import Tenants
+from grid.config import Config
+from grid.errors import GridError, InternalError
+from grid.units.supervisor import SupervisorActor
+from placement.actor import PlacementActor
+
+NAMESPACE = "zerogrid"
+SERVE_APP = "gateway"
+UNITS_TIMEOUT_S = 600.0
+"""A large model on a cold disk takes minutes to load; after this the start is called failed."""
+CONTROL_CONCURRENCY = 1000
+"""Calls that one actor takes at a time: lifecycle calls only, so this is never reached."""
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def up(config: Config, address: str) -> dict[str, Any]:
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    say(progress="starting placement, supervisor and vector store")
+    detached: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 3,
+        "max_concurrency": CONTROL_CONCURRENCY,
+    }
+    placement = ray.remote(PlacementActor).options(name="placement", **detached).remote(config)
+    vectors = None
+    if not config.vectors.qdrant_url:
+        vectors = ray.remote(VectorsActor).options(name="vectors", **detached).remote(config)
+    supervisor = ray.remote(SupervisorActor).options(name="supervisor", **detached).remote(config)
+    ray.get([placement.address.remote(), *([vectors.address.remote()] if vectors else [])], timeout=60)
+    ray.get(supervisor.start.remote(), timeout=60)
+
+    say(progress="starting the gateway")
+    serve.start(http_options={"host": config.gateway.host, "port": config.gateway.port})
+    serve.run(build_deployment(config), name=SERVE_APP, route_prefix="/", blocking=False)
+    keys = asyncio.run(_first_keys(config))
+    units = _await_units(config, supervisor)
+    return {"units": units, **keys}
+
+
+async def _first_keys(config: Config) -> dict[str, str]:
+    """Create the operator's and the first tenant's key, once in the life of a cell."""
+    redis = await open_redis(config)
+    try:
+        return await Tenants(redis, config).bootstrap()
+    finally:
+        await redis.aclose()
+
+
+def _await_units(config: Config, supervisor: Any) -> list[str]:
+    """Wait until every model has its least number of ready units; progress says what is awaited."""
+    deadline = time.monotonic() + UNITS_TIMEOUT_S
+    said = ""
+    while True:
+        status = ray.get(supervisor.status.remote(), timeout=30)
+        missing = [m for m in status["models"] if m["ready"] < m["wanted"]]
+        if not missing:
+            return sorted(unit for m in status["models"] for unit in m["units"])
+        failures = [f"{m['model']}: {m['failures'][-1]}" for m in missing if m["failures"]]
+        if any(m["gave_up"] for m in missing) or time.monotonic() > deadline:
+            raise InternalError("units did not start: " + ("; ".join(failures) or f"{missing}"))
+        line = "loading models: " + ", ".join(f"{m['model']} {m['ready']}/{m['wanted']}" for m in missing)
+        if line != said:
+            say(progress=line)
+            said = line
+        time.sleep(0.25)
+
+
+def down(address: str) -> dict[str, Any]:
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    serve.shutdown()
+    try:
+        ray.get(ray.get_actor("supervisor").stop_all.remote(), timeout=20)
+    except (ValueError, ray.exceptions.RayError) as error:
+        say(progress=f"the supervisor did not answer ({type(error).__name__}); its units end with Ray")
+    return {}
+
+
+def main() -> int:
+    config = Config.model_validate_json(Path(sys.argv[1]).read_text())
+    try:
+        result = up(config, sys.argv[3]) if sys.argv[2] == "up" else down(sys.argv[3])
+    except GridError as error:
+        say(error=error.message)
+        return 1
+    except Exception as error:
+        say(error=f"{type(error).__name__}: {error}")
+        raise
+    say(result=result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

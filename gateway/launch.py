@@ -1,0 +1,474 @@
+"""Starts and stops a cell on this machine. All processes of a cell are started and ended here.
+
+A cell is three things: a Redis (unless configured elsewhere), a Ray head with everything that runs on
+it, and a state folder. This module never imports ray: what has to be said to the cluster is said by
+`gateway.compose` in a process of its own, so that a caller can hold several cells at once and stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gateway.folders import private_folder, short_folder
+from gateway.redis_server import EmbeddedRedis
+from gateway.replica import serve_environment
+from gateway.trust.keyfiles import read_or_make_secret, secret_path
+from grid.config import Config
+from grid.errors import Conflict, GridError, InternalError, InvalidRequest
+
+Progress = Callable[[str], None]
+
+CELL_MARK = "ZEROGRID_CELL"
+"""Environment variable in every process of a cell; what still carries it after a stop is ended."""
+RAY_START_TIMEOUT_S = 90.0
+"""A head takes 7 to 11 s on two idle cores; a loaded machine needs several times that."""
+RAY_STARTS = 2
+COMPOSE_TIMEOUT_S = 900.0
+"""The first start prepares model weights and compiles; a later one takes well under a minute."""
+STOP_TIMEOUT_S = 30.0
+LOG_TAIL_LINES = 15
+RAY_TOKEN_BYTES = 32
+LINK_KEY_FILE = "link.key"
+"""What peers of the cell prove to each other that they know."""
+OBJECT_STORE_BYTES = 100 * 1024 * 1024
+"""No payload travels through Ray's object store, so its smallest useful size will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellInfo:
+    """A running cell, as its operator sees it. The keys are present on the first start only."""
+
+    name: str
+    region: str
+    base_url: str
+    dashboard_url: str
+    state_dir: str
+    operator_key: str | None = None
+    tenant_key: str | None = None
+    units: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    already_running: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where a cell keeps things: `root` outlives the cell, `run` does not."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def record(self) -> Path:
+        return self.run / "cell.json"
+
+    @property
+    def config(self) -> Path:
+        return self.run / "config.json"
+
+    @property
+    def ray_token(self) -> Path:
+        return secret_path(self.root, "ray.token")
+
+    @property
+    def sockets(self) -> Path:
+        return short_folder(self.root)
+
+    @property
+    def mark(self) -> str:
+        return self.sockets.name
+
+
+def cell_paths(config: Config) -> Paths:
+    return Paths(config.cell.state_dir.expanduser().absolute())
+
+
+# --- up -------------------------------------------------------------------------------------
+
+
+def up(config: Config, *, progress: Progress = lambda _line: None) -> CellInfo:
+    """Start the cell and return when it is ready to serve.
+
+    Raises Conflict when another command works on the same cell, InvalidRequest for a taken port,
+    InternalError with the end of the log when a part does not start. Whatever was started by a
+    failed call is stopped again.
+    """
+    paths = cell_paths(config)
+    started_at = time.monotonic()
+    with _exclusive(paths):
+        record = _read_record(paths)
+        if record is not None and _alive(record.get("ray")):
+            return CellInfo(
+                **{**record["info"], "already_running": True, "operator_key": None, "tenant_key": None}
+            )
+        _sweep(paths)
+        _require_free_port(config)
+        _prepare_folders(paths)
+        redis: EmbeddedRedis | None = None
+        try:
+            environment = _environment(config, paths)
+            if not config.redis.url:
+                progress("starting Redis")
+                redis = EmbeddedRedis(paths.root)
+                redis.start(environment)
+            progress("starting Ray")
+            head, ports = _start_ray(paths, environment, progress)
+            paths.config.write_text(config.model_dump_json())
+            outcome = _compose(paths, ["up", f"127.0.0.1:{ports['port']}"], environment, progress)
+            info = CellInfo(
+                name=config.cell.name,
+                region=config.cell.region,
+                base_url=f"http://{_url_host(config.gateway.host)}:{config.gateway.port}",
+                dashboard_url=f"http://127.0.0.1:{ports['dashboard-port']}",
+                state_dir=str(paths.root),
+                operator_key=outcome.get("operator_key"),
+                tenant_key=outcome.get("tenant_key"),
+                units=outcome.get("units", []),
+                seconds=round(time.monotonic() - started_at, 1),
+            )
+            _write_record(paths, info, head, redis, ports)
+        except BaseException:
+            progress("stopping what was started")
+            if redis is not None:
+                redis.stop()
+            _sweep(paths)
+            raise
+    return info
+
+
+def _prepare_folders(paths: Paths) -> None:
+    for folder in (paths.root, paths.run, paths.logs, paths.sockets):
+        private_folder(folder)
+    read_or_make_secret(secret_path(paths.root, LINK_KEY_FILE))
+    read_or_make_secret(paths.ray_token, secrets.token_hex(RAY_TOKEN_BYTES).encode())
+
+
+def _environment(config: Config, paths: Paths) -> dict[str, str]:
+    """Environment of every process of the cell; Ray's workers inherit the head's."""
+    return {
+        **os.environ,
+        **serve_environment(config, paths.sockets),
+        CELL_MARK: paths.mark,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(paths.ray_token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Streams are drained by Serve before Ray is told to stop; a second wait would only delay.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_enable_open_telemetry": "0",
+        # Ray replaces a loopback address by the machine's own, unless clusters are off as on macOS.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _start_ray(
+    paths: Paths, environment: Mapping[str, str], progress: Progress
+) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
+    """Start the head, a second time if need be.
+
+    Its own limits are short (15 s for its agent's imports), so a machine that is busy for a moment fails it.
+    """
+    for attempt in range(RAY_STARTS):
+        ports = _free_ports()
+        head = _start_head(paths, ports, environment)
+        try:
+            _await_head(paths, ports["port"], head)
+            return head, ports
+        except InternalError:
+            _end([head.pid], STOP_TIMEOUT_S)
+            if attempt + 1 == RAY_STARTS:
+                raise
+            progress("Ray did not come up; trying once more")
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _start_head(
+    paths: Paths, ports: Mapping[str, int], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--node-ip-address=127.0.0.1",
+        "--dashboard-host=127.0.0.1",
+        f"--temp-dir={paths.sockets / 'ray'}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+        *(f"--{name}={port}" for name, port in ports.items()),
+        # Zero lets every worker take any free port, so that cells never share a range.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]
+    with open(paths.logs / "ray-head.log", "wb") as log:
+        return subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _await_head(paths: Paths, port: int, head: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + RAY_START_TIMEOUT_S
+    log = paths.logs / "ray-head.log"
+    while time.monotonic() < deadline:
+        if head.poll() is not None:
+            raise InternalError(f"Ray stopped while starting (exit {head.returncode}):\n{_tail(log)}")
+        # Ray says so once every one of its processes is up; an open port alone comes too early.
+        if b"Ray runtime started" in log.read_bytes() and _port_open(port):
+            return
+        time.sleep(0.1)
+    raise InternalError(f"Ray was not ready within {RAY_START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
+
+
+def _compose(
+    paths: Paths, arguments: list[str], environment: Mapping[str, str], progress: Progress
+) -> dict[str, Any]:
+    """Run gateway.compose; its standard output is JSON lines: progress, then one result or error."""
+    log_path = paths.logs / "compose.log"
+    with open(log_path, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway.compose", str(paths.config), *arguments],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    deadline = time.monotonic() + COMPOSE_TIMEOUT_S
+    try:
+        for line in process.stdout:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            if "progress" in said:
+                progress(said["progress"])
+            elif "error" in said:
+                raise InternalError(said["error"])
+            elif "result" in said:
+                result: dict[str, Any] = said["result"]
+                return result
+            if time.monotonic() > deadline:
+                raise InternalError(f"the cell was not ready within {COMPOSE_TIMEOUT_S:.0f} s")
+        raise InternalError(f"the cell's start ended without a result:\n{_tail(log_path)}")
+    finally:
+        _end([process.pid], STOP_TIMEOUT_S)
+        process.stdout.close()
+        process.wait()
+
+
+# --- down and status ------------------------------------------------------------------------
+
+
+def down(config: Config, *, progress: Progress = lambda _line: None) -> bool:
+    """Stop the cell: drain streams, end every process. Returns False when nothing was running.
+
+    State stays: pipelines, documents, keys and prepared models are there at the next start.
+    """
+    paths = cell_paths(config)
+    if not paths.root.exists():
+        return False
+    with _exclusive(paths):
+        record = _read_record(paths)
+        if record is not None and _alive(record["ray"]):
+            progress("draining streams")
+            with contextlib.suppress(GridError):
+                _compose(paths, ["down", record["address"]], _environment(config, paths), progress)
+            progress("stopping Ray")
+            _end([record["ray"]["pid"]], STOP_TIMEOUT_S)
+        progress("stopping Redis")
+        if not config.redis.url:
+            EmbeddedRedis(paths.root).stop()
+        ended = _sweep(paths)
+        paths.record.unlink(missing_ok=True)
+        return record is not None or ended
+
+
+def status(config: Config) -> dict[str, Any]:
+    """What this machine knows of the cell without asking it: processes, addresses, memory in MB."""
+    paths = cell_paths(config)
+    record = _read_record(paths)
+    running = record is not None and _alive(record["ray"])
+    processes = _marked(paths) if paths.root.exists() else []
+    return {
+        "running": running,
+        "state_dir": str(paths.root),
+        **(record["info"] if record is not None and running else {}),
+        "processes": len(processes),
+        "memory_mb": round(sum(_pss_bytes(p) for p in processes) / 1e6),
+    }
+
+
+# --- processes ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _exclusive(paths: Paths) -> Iterator[None]:
+    private_folder(paths.run)
+    with open(paths.run / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(f"another command is working on the cell in {paths.root}; wait for it") from None
+        yield
+
+
+def _marked(paths: Paths) -> list[psutil.Process]:
+    """Every process of the cell, found by the mark in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(CELL_MARK) == paths.mark:
+                found.append(process)
+    return found
+
+
+def _sweep(paths: Paths) -> bool:
+    """End what is left of the cell. Returns True when there was anything."""
+    left = [process.pid for process in _marked(paths)]
+    if left:
+        _end(left, timeout_s=5.0)
+    return bool(left)
+
+
+def _end(pids: list[int], timeout_s: float) -> None:
+    """Ask with SIGTERM, wait, then SIGKILL."""
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGTERM)
+    _gone, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=timeout_s)
+
+
+def _alive(process: Mapping[str, Any] | None) -> bool:
+    """True when the recorded process still runs; its start time tells it from a reused pid."""
+    if process is None:
+        return False
+    try:
+        found = psutil.Process(int(process["pid"]))
+        return found.status() != psutil.STATUS_ZOMBIE and abs(found.create_time() - process["created"]) < 1.0
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _pss_bytes(process: psutil.Process) -> int:
+    """Proportional set size: shared pages are counted once over all processes."""
+    with contextlib.suppress(psutil.Error, AttributeError):
+        return int(process.memory_full_info().pss)
+    return 0
+
+
+def _read_record(paths: Paths) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(paths.record.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return record
+
+
+def _write_record(
+    paths: Paths,
+    info: CellInfo,
+    head: subprocess.Popen[bytes],
+    redis: EmbeddedRedis | None,
+    ports: Mapping[str, int],
+) -> None:
+    record = {
+        "info": {**info.as_dict(), "operator_key": None, "tenant_key": None},
+        "address": f"127.0.0.1:{ports['port']}",
+        "ray": {"pid": head.pid, "created": psutil.Process(head.pid).create_time()},
+        "embedded_redis": redis is not None,
+    }
+    paths.record.write_text(json.dumps(record, indent=1))
+
+
+# --- ports and logs -------------------------------------------------------------------------
+
+RAY_PORTS = (
+    "port",
+    "ray-client-server-port",
+    "node-manager-port",
+    "object-manager-port",
+    "dashboard-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "metrics-export-port",
+    "runtime-env-agent-port",
+)
+
+
+def _free_ports() -> dict[str, int]:
+    """One free loopback port for each of Ray's services, all distinct."""
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        for name in RAY_PORTS:
+            held = stack.enter_context(socket.socket())
+            held.bind(("127.0.0.1", 0))
+            ports[name] = held.getsockname()[1]
+        return ports
+
+
+def _port_open(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _require_free_port(config: Config) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.gateway.host, config.gateway.port))
+        except OSError as error:
+            raise InvalidRequest(
+                f"can't listen on {config.gateway.host}:{config.gateway.port} ({error.strerror}); "
+                "stop what uses it or set gateway.port in the configuration",
+                param="gateway.port",
+            ) from None
+
+
+def _url_host(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join(lines) + f"\n(the whole log is {path})"
