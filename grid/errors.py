@@ -135,5 +135,6 @@ def revive(
     code: str, message: str, *, param: str = "", retry_after_s: float = 0.0, details: dict[str, Any] | None = None
 ) -> GridError:
     """Return the error that `code` names; an unknown code (a newer peer's) becomes InternalError."""
-    kind = ERRORS.get(code, InternalError)
-    return kind(message, param=param, retry_after_s=retry_after_s, **(details or {}))
+    error = ERRORS.get(code, InternalError)(message, param=param, retry_after_s=retry_after_s)
+    error.details.update(details or {})
+    return error

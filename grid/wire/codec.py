@@ -191,10 +191,13 @@ def _check_json(value: Any, nesting: int) -> None:
 # --- fields that a newer release appended -----------------------------------------------------
 
 
+_decode_untyped = msgspec.msgpack.Decoder(Annotated[list[list[Any]], msgspec.Meta(max_length=MAX_RUN)]).decode
+
+
 def _trimmed(run: memoryview, message: Any) -> bytes | None:
     """Return the run without the fields that we don't know, or None if it has none."""
-    values = msgspec.msgpack.decode(run)
-    known = [_known(item, message) for item in values] if isinstance(values, list) else values
+    values = _decode_untyped(run)
+    known = [_known(item, message) for item in values]
     return None if known == values else msgspec.msgpack.encode(known)
 
 

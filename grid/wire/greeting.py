@@ -89,11 +89,8 @@ class Listening(_Greeting):
         self._refuse = refuse
         self._greeted: tuple[Hello, Welcome] | None = None
 
-    def time_out(self) -> None:
-        self._fail("protocol_error", "the handshake took too long")
-
-    def abort(self) -> None:
-        self._transport.abort()
+    def send_away(self, code: str, reason: str) -> None:
+        self._fail(code, reason)
 
     def _heard(self, message: WireMessage) -> None:
         if self._greeted is None and isinstance(message, Hello):

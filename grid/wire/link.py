@@ -88,7 +88,7 @@ class LinkServer:
         if self._server is not None:
             self._server.close()
         for stranger in list(self._strangers):
-            stranger.abort()
+            stranger.send_away(code, message)
         peers = list(self.peers)
         for peer in peers:
             peer.close(code, message)
@@ -102,8 +102,9 @@ class LinkServer:
         stranger = Listening(
             self._me, handler=self._handler, beats=self._beats, admit=self._admit, refuse=self._refuse
         )
-        timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, stranger.time_out)
-        self._strangers[stranger] = timer
+        self._strangers[stranger] = asyncio.get_running_loop().call_later(
+            HANDSHAKE_S, stranger.send_away, "protocol_error", "the handshake took too long"
+        )
         return stranger
 
     def _admit(self, stranger: Listening, peer: Peer, unread: bytes) -> None:

@@ -250,7 +250,8 @@ class Peer(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"lost: {exc}" if exc else "lost: the connection ended without a goodbye")
         self._tell(lambda handler: handler.disconnected(self, self._reason))
-        self.closed.set_result(self._reason)
+        if not self.closed.done():
+            self.closed.set_result(self._reason)
 
 
 class Link(Peer):
@@ -306,6 +307,7 @@ class Link(Peer):
     def _deliver(self, messages: list[WireMessage]) -> None:
         streams = self._streams
         decoded_bytes = self._decoder.decoded_bytes
+        overdue: set[LinkStream] = set()
         for message in messages:
             stream = streams.get(message[0])
             if stream is None:
@@ -313,9 +315,11 @@ class Link(Peer):
                 continue
             stream._queue.append(message)
             if decoded_bytes > stream._measure_at:
-                stream._measure(decoded_bytes)
+                overdue.add(stream)
             if stream._waiter is not None:
                 stream._wake()
+        for stream in overdue:
+            stream._measure(decoded_bytes)
 
     def _next_beat(self) -> None:
         self.send(Ping(0, next(self._ticks)))
