@@ -1,4 +1,4 @@
-"""A filter finds exactly what it says, on both stores, whatever metadata looks like."""
+"""A filter finds exactly what it says, by itself and on both stores, whatever metadata looks like."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from qdrant_client import AsyncQdrantClient
-from support.filter_oracle import filters, matches, metadata
+from support.filter_oracle import RANGES, VALUES, filters, matches, metadata
 
-from gateway.knowledge.filters import check_metadata, parse_filter
+from gateway.knowledge.filters import AnyTerm, Condition, Facets, check_metadata, facets_of, parse_filter
 from gateway.knowledge.sources.base import Collection, Piece
 from gateway.knowledge.sources.edge import EdgeFolder
 from gateway.knowledge.sources.qdrant import QdrantStore
@@ -34,6 +34,40 @@ def expected(batch: list[dict[str, Any]], where: dict[str, Any]) -> set[str]:
     return {f"d{number}" for number, document in enumerate(batch) if matches(document, where)}
 
 
+def holds(condition: Condition, facets: Facets) -> bool:
+    """What a store has to do with a condition."""
+    if isinstance(condition, AnyTerm):
+        return not set(condition.terms).isdisjoint(facets.terms)
+    return any(
+        (condition.gte is None or number >= condition.gte)
+        and (condition.gt is None or number > condition.gt)
+        and (condition.lte is None or number <= condition.lte)
+        and (condition.lt is None or number < condition.lt)
+        for number in facets.numbers.get(condition.name, [])
+    )
+
+
+def test_every_value_against_every_value_and_range(folder: EdgeFolder) -> None:
+    collection = Collection("acme", "ds-pairs", 4)
+    batch = [{"a b": value} for value in VALUES]
+    folder.ensure(collection)
+    vectors = np.ones((len(batch), 4), np.float32)
+    folder.upsert(collection, pieces_of(batch), vectors)
+    for condition in (*VALUES, *RANGES, VALUES):
+        where = {"a b": condition}
+        hits = folder.search(collection, vectors[0], parse_filter(where), len(batch), None)
+        assert {hit.document_id for hit in hits} == expected(batch, where), where
+
+
+@settings(deadline=None)
+@given(document=metadata, where=filters)
+def test_by_itself(document: dict[str, Any], where: dict[str, Any]) -> None:
+    facets = facets_of(document)
+    assert all(holds(condition, facets) for condition in parse_filter(where).conditions) == matches(
+        document, where
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeFolder]:
     folder = EdgeFolder(Path(tmp_path_factory.mktemp("vectors")))
@@ -42,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeFolder]:
     folder.close()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batch=batches, wheres=questions)
 def test_on_the_embedded_store(folder: EdgeFolder, batch: list[dict[str, Any]], wheres: list[Any]) -> None:
     for document in batch:
@@ -57,7 +91,7 @@ def test_on_the_embedded_store(folder: EdgeFolder, batch: list[dict[str, Any]], 
 
 
 @pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batch=batches, wheres=questions)
 def test_on_a_qdrant_client(batch: list[dict[str, Any]], wheres: list[Any]) -> None:
     async def ask() -> None:

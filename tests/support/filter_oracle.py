@@ -7,29 +7,30 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-FIELDS = ("status", "year", "a b", "x.y", 'q"uote', "tags", "ünï", "metadata")
+VALUES: list[Any] = [
+    *("published", "1", "true", "True", "", "Ü"),
+    *(True, False, 0, 1, 2, 1.0, 0.5, -0.5, -0.0, 1e300, 2**53, 2**53 + 1, 2**63 - 1),
+]
+"""Values of which several nearly match each other."""
+LIMITS = (-1, -0.5, 0, 0.5, 1, 2, 2**53)
+RANGES: list[dict[str, Any]] = [
+    *({bound: limit} for bound in ("gte", "gt", "lte", "lt") for limit in LIMITS),
+    *({"gte": 0.5, "lt": limit} for limit in LIMITS),
+    *({"gt": -0.5, "lte": limit} for limit in LIMITS),
+]
 
-scalars = st.one_of(
-    st.sampled_from(["published", "draft", "1", "true", "", "Ü"]),
-    st.booleans(),
-    st.integers(min_value=-3, max_value=3),
-    st.sampled_from([0.5, -0.5, 1.0, 2.0, 1e300, 2**53 + 1, 2**63 - 1, -0.0]),
-)
-values = st.recursive(
-    st.one_of(st.none(), scalars, st.lists(st.one_of(st.none(), scalars), max_size=3)),
-    lambda inner: st.dictionaries(st.sampled_from(("y", "inner")), inner, max_size=2),
-    max_leaves=4,
-)
-metadata = st.dictionaries(st.sampled_from((*FIELDS, "x")), values, max_size=5)
+FIELDS = ("status", "x.y", 'q"uo te')
 
-bounds = st.dictionaries(
-    st.sampled_from(("gte", "gt", "lte", "lt")),
-    st.integers(min_value=-3, max_value=3),
-    min_size=1,
-    max_size=2,
+scalars = st.sampled_from(VALUES)
+values = st.one_of(
+    scalars,
+    st.none(),
+    st.lists(st.one_of(st.none(), scalars), max_size=3),
+    st.dictionaries(st.sampled_from(("y", "inner")), scalars, min_size=1, max_size=2),
 )
-conditions = st.one_of(scalars, st.lists(scalars, min_size=1, max_size=3), bounds)
-filters = st.dictionaries(st.sampled_from((*FIELDS, "x.inner", "absent")), conditions, max_size=2)
+metadata = st.dictionaries(st.sampled_from((*FIELDS, "x")), values, min_size=1, max_size=4)
+conditions = st.one_of(scalars, st.lists(scalars, min_size=1, max_size=6), st.sampled_from(RANGES))
+filters = st.dictionaries(st.sampled_from((*FIELDS, "x.inner")), conditions, min_size=1, max_size=2)
 
 
 def matches(document: dict[str, Any], where: dict[str, Any]) -> bool:
