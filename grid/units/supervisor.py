@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -68,6 +69,10 @@ class SupervisorActor:
     async def status(self) -> dict[str, Any]:
         """Return `{"models": [row, …]}`, see `Planner.status`."""
         return {"models": self._planner.status(time.monotonic())}
+
+    async def process(self) -> int:
+        """Return the process id: another one after Ray restarted the supervisor."""
+        return os.getpid()
 
     async def scale(self, model: str, units: int) -> None:
         """Want another number of units of a model, within its configured min and max."""

@@ -34,8 +34,8 @@ from grid.wire.messages import (
 from grid.words import Message, Precision, Sampling, UnitLoad, UnitState
 
 SECRET = b"s" * 32
-SLOW = Simulated(speed=0.02)
-"""Half a second a token: an answer that is still running whenever a test looks."""
+SLOW = Simulated(speed=0.1)
+"""A tenth of a second a token: an answer that is still running whenever a test looks."""
 FAST = Simulated(full_speed=True)
 
 
@@ -250,7 +250,7 @@ async def test_saturation_queue_and_cancel(cell: Cell1) -> None:
     assert set(load.reservations) == {each.submit.reservation_id for each in [*running, waiting]}
     refused = await Stream(link, 1000).until(Refused)
     assert refused.code == Saturated.code
-    assert refused.retry_after_s > 1.0, "half a second a token, many tokens to go"
+    assert refused.retry_after_s > 1.0, "a tenth of a second a token, a thousand to go"
 
     running[0].cancel()
     failed = await running[0].until(Failed)
@@ -288,7 +288,7 @@ async def test_refusals(cell: Cell1) -> None:
     assert too_long.code == ContextOverflow.code
     assert too_long.details["context_tokens"] == 128
     assert too_long.details["max_output_tokens"] == 100
-    assert too_long.details["prompt_tokens"] > 100
+    assert too_long.details["prompt_tokens"] + 100 > 128
     first = Stream(link, 3)
     await first.until(Done)
     assert (

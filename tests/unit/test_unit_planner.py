@@ -1,0 +1,231 @@
+"""Which units start and stop where, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grid.config import Cell, Config, Model
+from grid.units import planner as plan
+from grid.units.planner import Node, Planner, StartUnit, StopUnit, gpus_fit, start_kind, unit_prefix
+
+NODE = Node("n1", {}, cpus=4.0, gpus=0.0)
+
+
+def model(name: str = "sim", engine: str = "simulated", **changes: Any) -> Model:
+    fields: dict[str, Any] = {"name": name, "engine": engine, "precision": "fp16", **changes}
+    if engine != "simulated":
+        fields.setdefault("source", "package:x")
+    return Model.model_validate(fields)
+
+
+def planner(*models: Model, nodes: tuple[Node, ...] = (NODE,)) -> tuple[Planner, list[plan.Effect]]:
+    made = Planner(Config(cell=Cell(region="eu"), models=models))
+    return made, made.handle(plan.NodesSeen(nodes), 0.0)
+
+
+def starts(effects: list[plan.Effect]) -> list[str]:
+    return [effect.unit_id for effect in effects if isinstance(effect, StartUnit)]
+
+
+def stops(effects: list[plan.Effect]) -> list[str]:
+    return [effect.unit_id for effect in effects if isinstance(effect, StopUnit)]
+
+
+def row(made: Planner, now_s: float = 0.0) -> dict[str, Any]:
+    return made.status(now_s)[0]
+
+
+def test_starts_what_is_wanted_and_says_so() -> None:
+    made, effects = planner(model(min_units=2, max_units=3))
+    assert starts(effects) == ["unit-sim-0", "unit-sim-1"]
+    [first, _] = effects
+    assert isinstance(first, StartUnit)
+    assert (first.node_id, first.region, first.region_label) == ("n1", "eu", "")
+    assert (row(made)["wanted"], row(made)["ready"], row(made)["starting"]) == (2, 0, 2)
+    made.handle(plan.Placed("unit-sim-0"), 1.0)
+    assert made.handle(plan.Ready("unit-sim-0"), 2.0) == []
+    assert (row(made)["units"], row(made)["starting"]) == (["unit-sim-0"], 1)
+
+
+def test_a_unit_that_served_is_replaced_at_once_under_its_name() -> None:
+    made, _ = planner(model())
+    made.handle(plan.Ready("unit-sim-0"), 0.0)
+    assert starts(made.handle(plan.Ended("unit-sim-0", "killed"), plan.STABLE_S)) == ["unit-sim-0"]
+    assert row(made)["failures"] == ["unit-sim-0: killed"]
+
+
+def test_failing_starts_are_tried_again_ever_later_up_to_a_bound() -> None:
+    made, _ = planner(model())
+    now_s, waits = 0.0, []
+    for _ in range(10):
+        assert made.handle(plan.Ended("unit-sim-0", "broken"), now_s) == []
+        waits.append(row(made, now_s)["retry_in_s"])
+        assert starts(made.handle(plan.Tick(), now_s + waits[-1] - 0.01)) == []
+        now_s += waits[-1]
+        assert starts(made.handle(plan.Tick(), now_s)) == ["unit-sim-0"]
+    assert waits[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert waits[-1] == plan.LAST_BACKOFF_S
+    assert len(row(made)["failures"]) == plan.FAILURES_KEPT
+
+
+def test_gave_up_after_failures_in_a_row_and_takes_it_back() -> None:
+    made, _ = planner(model())
+    now_s = 0.0
+    for count in range(1, plan.GAVE_UP_AFTER + 1):
+        made.handle(plan.Ended("unit-sim-0", "broken"), now_s)
+        assert row(made, now_s)["gave_up"] is (count == plan.GAVE_UP_AFTER)
+        now_s += plan.LAST_BACKOFF_S
+        made.handle(plan.Tick(), now_s)
+    made.handle(plan.Ready("unit-sim-0"), now_s)
+    assert row(made, now_s)["gave_up"] is False
+
+
+def test_an_engine_on_cpu_cores_starts_alone_and_light_ones_beside_it() -> None:
+    made, effects = planner(
+        model("big", "vllm", cpus=1, min_units=2, max_units=2),
+        model("words", "embedding"),
+        model("sim", min_units=6, max_units=6),
+    )
+    assert starts(effects) == ["unit-big-0", "unit-words-0", "unit-sim-0", "unit-sim-1", "unit-sim-2"]
+    made.handle(plan.Placed("unit-big-0"), 1.0)
+    assert starts(made.handle(plan.Ready("unit-big-0"), 2.0)) == ["unit-big-1"]
+    assert starts(made.handle(plan.Ready("unit-words-0"), 2.0)) == ["unit-sim-3"]
+
+
+def test_shares_of_gpus_start_one_at_a_time_on_a_node() -> None:
+    node = Node("g", {}, cpus=8, gpus=2)
+    made, effects = planner(model("m", "vllm", gpus=0.5, min_units=4, max_units=4), nodes=(node,))
+    assert starts(effects) == ["unit-m-0"]
+    assert starts(made.handle(plan.Ready("unit-m-0"), 1.0)) == ["unit-m-1"]
+    whole, effects = planner(model("m", "vllm", gpus=1, min_units=2, max_units=2), nodes=(node,))
+    assert starts(effects) == ["unit-m-0", "unit-m-1"]
+    assert row(whole)["starting"] == 2
+
+
+def test_units_spread_over_nodes() -> None:
+    nodes = (Node("a", {}, 4, 0), Node("b", {}, 4, 0))
+    _, effects = planner(model(min_units=4, max_units=4), nodes=nodes)
+    assert [e.node_id for e in effects if isinstance(e, StartUnit)] == ["a", "b", "a", "b"]
+
+
+def test_a_region_is_a_label_where_nodes_carry_labels() -> None:
+    nodes = (Node("a", {"region": "us"}, 4, 0), Node("b", {"region": "eu"}, 4, 0), Node("c", {}, 4, 0))
+    _, effects = planner(model(), nodes=nodes)
+    [start] = effects
+    assert isinstance(start, StartUnit)
+    assert (start.node_id, start.region, start.region_label) == ("b", "eu", "eu")
+
+
+def test_a_region_without_a_node_is_said_at_once_and_fails_after_a_while() -> None:
+    made, effects = planner(model(region="asia"), nodes=(Node("a", {"region": "us"}, 4, 0),))
+    assert effects == []
+    assert row(made)["waiting_for"] == "none carries region=asia (there are: us)"
+    assert row(made)["gave_up"] is False
+    made.handle(plan.Tick(), plan.UNSATISFIED_AFTER_S)
+    made.handle(plan.Tick(), plan.UNSATISFIED_AFTER_S + 1)
+    assert row(made, plan.UNSATISFIED_AFTER_S)["gave_up"] is True
+    assert row(made)["failures"] == ["no node for it: none carries region=asia (there are: us)"]
+    joined = (Node("a", {"region": "us"}, 4, 0), Node("b", {"region": "asia"}, 4, 0))
+    assert starts(made.handle(plan.NodesSeen(joined), 40.0)) == ["unit-sim-0"]
+    assert row(made, 40.0)["waiting_for"] == ""
+
+
+def test_too_few_gpus_are_named() -> None:
+    made, effects = planner(
+        model("m", "vllm", gpus=1, min_units=3, max_units=3), nodes=(Node("g", {}, 8, 2),)
+    )
+    assert starts(effects) == ["unit-m-0", "unit-m-1"]
+    assert row(made)["waiting_for"] == "it needs 0 CPU cores and 1 GPUs; no node has that free"
+
+
+def test_what_ray_can_not_place_is_stopped_and_counted() -> None:
+    made, _ = planner(model())
+    assert stops(made.handle(plan.Tick(), plan.PLACE_LIMIT_S)) == []
+    assert stops(made.handle(plan.Tick(), plan.PLACE_LIMIT_S + 1)) == ["unit-sim-0"]
+    [failure] = row(made)["failures"]
+    assert "no room" in failure
+    # Its name is taken until it is gone; the next one has another.
+    assert starts(made.handle(plan.Tick(), plan.PLACE_LIMIT_S + 2)) == ["unit-sim-1"]
+    assert made.handle(plan.Ended("unit-sim-0", "stopped"), plan.PLACE_LIMIT_S + 3) == []
+    assert len(row(made)["failures"]) == 1
+
+
+def test_a_load_that_never_ends_is_stopped() -> None:
+    made, _ = planner(model())
+    made.handle(plan.Placed("unit-sim-0"), 10.0)
+    assert stops(made.handle(plan.Tick(), 10.0 + plan.START_LIMIT_S)) == []
+    assert stops(made.handle(plan.Tick(), 11.0 + plan.START_LIMIT_S)) == ["unit-sim-0"]
+
+
+def test_scaling_within_bounds_stops_the_newest() -> None:
+    made, _ = planner(model(min_units=1, max_units=3))
+    made.handle(plan.Ready("unit-sim-0"), 1.0)
+    assert starts(made.handle(plan.Scale("sim", 9), 2.0)) == ["unit-sim-1", "unit-sim-2"]
+    made.handle(plan.Ready("unit-sim-1"), 3.0)
+    assert stops(made.handle(plan.Scale("sim", 2), 4.0)) == ["unit-sim-2"]
+    assert stops(made.handle(plan.Scale("sim", 0), 5.0)) == ["unit-sim-1"]
+    assert row(made)["wanted"] == 1
+    assert made.handle(plan.Ended("unit-sim-1", "stopped"), 6.0) == []
+
+
+def test_adopted_units_count_and_unknown_ones_stop() -> None:
+    made = Planner(Config(models=(model(min_units=2, max_units=2),)))
+    made.handle(plan.Adopted("unit-sim-1", "sim", "n1"), 0.0)
+    assert stops(made.handle(plan.Adopted("unit-old-0", "old", "n1"), 0.0)) == ["unit-old-0"]
+    assert starts(made.handle(plan.NodesSeen((NODE,)), 0.0)) == ["unit-sim-0"]
+    assert made.handle(plan.Ended("unit-old-0", "stopped"), 1.0) == []
+
+
+def test_stop_all_stops_everything_and_starts_nothing_again() -> None:
+    made, _ = planner(model(min_units=2, max_units=2))
+    made.handle(plan.Ready("unit-sim-0"), 1.0)
+    assert sorted(stops(made.handle(plan.StopAll(), 2.0))) == ["unit-sim-0", "unit-sim-1"]
+    for unit in ("unit-sim-0", "unit-sim-1"):
+        assert made.handle(plan.Ended(unit, "stopped"), 3.0) == []
+    assert made.handle(plan.Tick(), 100.0) == []
+    assert (row(made)["wanted"], row(made)["ready"], row(made)["failures"]) == (0, 0, [])
+
+
+def test_names_that_collide_get_ids_of_their_own() -> None:
+    _, effects = planner(model("org/m"), model("org m"))
+    first, second = starts(effects)
+    assert first == "unit-org-m-0"
+    assert second.startswith("unit-org-m-")
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("smollm2-135m-instruct", "unit-smollm2-135m-instruct-"), ("Org/Model_1.5", "unit-org-model-1.5-")],
+)
+def test_unit_prefix(name: str, prefix: str) -> None:
+    assert unit_prefix(name) == prefix
+
+
+@pytest.mark.parametrize(
+    ("total", "used", "wanted", "fits"),
+    [
+        (0, [], 0.0, True),
+        (0, [], 0.5, False),
+        (1, [0.5], 0.5, True),
+        (1, [0.5], 1.0, False),
+        (2, [0.6, 0.6], 0.6, False),
+        (2, [0.6, 0.4], 1.0, True),
+        (2, [0.3, 0.3, 0.3], 1.0, True),
+        (4, [2.0, 1.0], 1.0, True),
+        (4, [2.0, 1.0], 2.0, False),
+        (1, [0.1] * 9, 0.1, True),
+    ],
+)
+def test_gpus_fit(total: float, used: list[float], wanted: float, fits: bool) -> None:
+    assert gpus_fit(total, used, wanted) is fits
+
+
+def test_start_kinds() -> None:
+    assert start_kind(model(gpus=1.0)) == "light", "a simulated GPU is no GPU"
+    assert start_kind(model("e", "embedding")) == "light"
+    assert start_kind(model("v", "vllm")) == "cpu"
+    assert start_kind(model("v", "vllm", gpus=0.25)) == "gpu share"
+    assert start_kind(model("v", "vllm", gpus=2)) == "gpu"

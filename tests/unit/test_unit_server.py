@@ -1,0 +1,175 @@
+"""The shell around a unit: paused peers, cancelled tasks, engines that raise. No sockets, no time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from grid.engines.base import EngineLoad, Prepared, Step
+from grid.units import outbox as held
+from grid.units.server import UnitServer
+from grid.units.unit import Unit
+from grid.wire.link import Peer
+from grid.wire.messages import Cancel, Done, Failed, Refused, Submit, Tokens, WireMessage
+from grid.words import Message, Sampling, Task, UnitCard
+
+
+class FakePeer:
+    def __init__(self, number: int) -> None:
+        self.link_id = number
+        self.peer_id = f"gw{number}"
+        self.is_paused = False
+        self.sent: list[WireMessage] = []
+        self.closed: tuple[str, str] | None = None
+        self.server: UnitServer | None = None
+
+    def send(self, message: WireMessage) -> None:
+        self.sent.append(message)
+
+    def close(self, code: str, message: str) -> None:
+        self.closed = (code, message)
+        assert self.server is not None
+        self.server.disconnected(cast(Peer, self), message)
+
+
+class HandCranked:
+    """An engine whose steps the test gives, to whichever generation asks."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, asyncio.Queue[Any]] = {}
+        self.closed: list[str] = []
+
+    async def prepare(self, messages: Any, documents: Any, max_output_tokens: int) -> Any:
+        if "explode" in messages[0].text:
+            raise RuntimeError(f"can't read {messages[0].text}")
+        return Prepared((1,), b"h", 0)
+
+    async def generate(self, generation: Any) -> Any:
+        request = generation.engine_id.split("/")[0]
+        queue = self.queues.setdefault(request, asyncio.Queue())
+        try:
+            while True:
+                step = await queue.get()
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        finally:
+            self.closed.append(request)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 0, 0, 0)
+
+
+class Stage:
+    def __init__(self) -> None:
+        card = UnitCard("u", "i", "h", 1, "n", "r", Task.GENERATE, "m", 16, "f", 99, "CPU", 0.0, 1, 4, 0, 1.0)
+        self.engine = HandCranked()
+        self.deaths: list[str] = []
+        self.server = UnitServer(
+            Unit(card), cast(Any, self.engine), secret=b"s" * 32, died=self.deaths.append
+        )
+
+    def peer(self, number: int) -> FakePeer:
+        peer = FakePeer(number)
+        peer.server = self.server
+        self.server.connected(cast(Peer, peer))
+        return peer
+
+    def submit(self, peer: FakePeer, stream: int, name: str, text: str = "hi") -> None:
+        submit = Submit(stream, name, 0, "", "m", (Message("user", text),), (), Sampling(9), "", 0.0)
+        self.server.received(cast(Peer, peer), submit)
+
+    async def step(self, name: str, *ids: int, finish: str | None = None) -> None:
+        self.engine.queues.setdefault(name, asyncio.Queue()).put_nowait(
+            Step(ids, "x" * len(ids), finish, 0, 0.0)
+        )
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Let every task run as far as it can without time passing."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+async def test_a_paused_peer_stalls_nobody_and_loses_nothing() -> None:
+    stage = Stage()
+    slow, quick = stage.peer(1), stage.peer(2)
+    stage.submit(slow, 1, "a")
+    stage.submit(quick, 1, "b")
+    await stage.settle()
+    slow.is_paused = True
+    before = len(slow.sent)
+    for index in range(3):
+        await stage.step("a", index)
+        await stage.step("b", index)
+    await stage.step("a", 3, finish="stop")
+    assert len(slow.sent) == before
+    assert [frame for frame in quick.sent if isinstance(frame, Tokens)] == [
+        Tokens(1, 0, index, (index,), "x") for index in range(3)
+    ]
+    slow.is_paused = False
+    stage.server._tick()
+    caught_up, done = slow.sent[before:]
+    assert caught_up == Tokens(1, 0, 0, (0, 1, 2, 3), "xxxx")
+    assert isinstance(done, Done)
+    await stage.server.close()
+
+
+async def test_a_peer_that_never_reads_is_closed_and_its_slot_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "MAX_HELD_BYTES", 100)
+    stage = Stage()
+    peer = stage.peer(1)
+    stage.submit(peer, 1, "a")
+    await stage.settle()
+    peer.is_paused = True
+    await stage.step("a", 1)
+    await stage.step("a", 2)
+    assert peer.closed is not None
+    assert peer.closed[0] == "saturated"
+    await stage.settle()
+    assert stage.engine.closed == ["a"]
+    assert stage.server.unit.is_idle
+
+
+async def test_cancel_closes_the_generator_and_frees_the_slot() -> None:
+    stage = Stage()
+    peer = stage.peer(1)
+    stage.submit(peer, 1, "a")
+    await stage.step("a", 5)
+    stage.server.received(cast(Peer, peer), Cancel(1))
+    assert isinstance(peer.sent[-1], Failed), "answered at once"
+    await stage.settle()
+    assert stage.engine.closed == ["a"]
+    assert stage.server.unit.is_idle
+    assert stage.server.unit.counters.cancel_to_free_ms > 0
+    assert not stage.deaths
+
+
+async def test_cancel_in_the_turn_of_the_submit() -> None:
+    """The tasks of engine and tokeniser have not run yet when they are cancelled."""
+    stage = Stage()
+    peer = stage.peer(1)
+    stage.submit(peer, 1, "a")
+    stage.server.received(cast(Peer, peer), Cancel(1))
+    await stage.settle()
+    [refused] = peer.sent
+    assert isinstance(refused, Refused)
+    assert refused.code == "cancelled"
+    assert stage.server.unit.is_idle
+
+
+async def test_an_engine_error_ends_the_stream_without_telling_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage()
+    peer = stage.peer(1)
+    stage.submit(peer, 1, "a", text="explode, secret prompt")
+    await stage.settle()
+    [refused] = peer.sent
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.message) == ("internal_error", "the engine raised RuntimeError")
+    assert "secret prompt" not in caplog.text
+    assert "RuntimeError" in caplog.text
+    assert stage.server.unit.is_idle
