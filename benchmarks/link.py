@@ -1,12 +1,12 @@
-"""Does the link keep up with bare asyncio and msgpack? One token a message, one step of all streams a loop turn.
+"""Does the link keep up with bare asyncio and msgpack, at one token a message?
 
     python benchmarks/link.py [--json OUT] [--rounds N] [--seconds S]
 
-A server process makes tokens as fast as its connection takes them; this process counts them for each stream.
-Bare: one `asyncio.Protocol` on each side, one msgpack list a token, packed and unpacked by msgpack's C
-extension, all of a loop turn joined into one write, counts in a list, nothing checked. Link: `Tokens` messages
-through `Peer.send`, checked on arrival, one reader task for each stream on `LinkStream.receive`. Both on
-uvloop and loopback, in alternating rounds of one run; the ratio is the median over neighbouring rounds.
+A server process makes tokens as fast as its connection takes them, one step of all streams a loop turn; this
+process counts them for each stream. Bare: one `asyncio.Protocol` on each side, one msgpack list a token, packed
+and unpacked by msgpack's C extension, all of a loop turn joined into one write, nothing checked. Link: `Tokens`
+messages through `Peer.send`, checked on arrival, one reader task for each stream on `LinkStream.receive`. Both
+on uvloop and loopback, in alternating rounds of one run; the ratio is the median over neighbouring rounds.
 """
 
 from __future__ import annotations

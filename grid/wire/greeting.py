@@ -15,7 +15,8 @@ from grid.wire import handshake
 from grid.wire.codec import STRANGER_FRAME_BYTES, Decoder, ProtocolError, encode
 from grid.wire.handshake import HandshakeError
 from grid.wire.messages import Bye, Hello, Prove, Welcome, WireMessage
-from grid.wire.peer import Beats, Handler, Link, Peer
+from grid.wire.peer import Beats, Handler, Peer
+from grid.wire.streams import Link
 
 
 class Identity(NamedTuple):

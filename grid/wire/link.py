@@ -5,7 +5,8 @@
     LinkPool      one link an address, dialled on demand
     Reconnecting  one link to one peer whose address may change
 
-The connection itself is in `peer.py`, the handshake in `greeting.py`, the bytes in `codec.py`.
+The connection is in `peer.py`, its streams in `streams.py`, the handshake in `greeting.py`, the bytes in
+`codec.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +20,8 @@ from typing import cast
 from grid.errors import GridError, UnitLost
 from grid.wire.greeting import Dialling, Identity, Listening
 from grid.wire.handshake import MIN_SECRET_BYTES
-from grid.wire.peer import (
-    CELL_BEATS,
-    CLOSE_S,
-    STREAM_BUFFER_BYTES,
-    Beats,
-    Handler,
-    Link,
-    LinkStream,
-    Peer,
-)
+from grid.wire.peer import CELL_BEATS, CLOSE_S, Beats, Handler, Peer
+from grid.wire.streams import STREAM_BUFFER_BYTES, Link, LinkStream
 
 __all__ = [
     "CELL_BEATS",

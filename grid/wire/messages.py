@@ -50,6 +50,7 @@ class Prove(NamedTuple):
 class Ping(NamedTuple):
     stream: int
     tick: int
+    """The sender's own clock in microseconds; `Pong` returns it."""
 
 
 class Pong(NamedTuple):

@@ -12,7 +12,8 @@ from grid.errors import UnitLost
 from grid.wire import peer as peer_module
 from grid.wire.codec import Decoder, encode
 from grid.wire.messages import Bye, Ping, Pong, Progress, Tokens, Watch, WireMessage
-from grid.wire.peer import CELL_BEATS, Link, Peer
+from grid.wire.peer import CELL_BEATS, Peer
+from grid.wire.streams import Link
 
 BUSY_S, IDLE_S, SILENT = CELL_BEATS
 
@@ -99,6 +100,8 @@ class Rig:
         self.peer = kind(cast(asyncio.Transport, self.wire), role="unit", peer_id="u", handler=None)
         self.peer._loop = cast(asyncio.AbstractEventLoop, self.clock)
         self.peer.start(b"")
+        self.clock.turn()
+        self.wire.writes.clear()
 
 
 @pytest.fixture
@@ -154,6 +157,28 @@ async def test_any_byte_is_a_sign_of_life(dialler: Rig) -> None:
     assert dialler.peer.is_open
 
 
+async def test_a_peer_whose_answers_have_been_slow_may_be_silent_for_longer(dialler: Rig) -> None:
+    link(dialler).open()
+    dialler.clock.now_s += 2 * BUSY_S
+    dialler.peer.data_received(encode(Pong(0, 0)))
+    assert dialler.peer.slowest_round_trip_s == pytest.approx(2 * BUSY_S)
+    dialler.clock.due_s = dialler.clock.now_s
+    dialler.clock.beat()
+    for _ in range(4 * 2 - 1):
+        dialler.clock.beat()
+        assert dialler.peer.is_open
+    dialler.clock.beat()
+    assert not dialler.peer.is_open
+
+
+async def test_slow_answers_are_forgotten_and_foolish_ones_ignored(dialler: Rig) -> None:
+    dialler.clock.now_s = 0.5
+    dialler.peer.data_received(encode(Pong(0, 0)))
+    for tick in (10**12, -(10**12), 500_000, 500_000):
+        dialler.peer.data_received(encode(Pong(0, tick)))
+    assert dialler.peer.slowest_round_trip_s == pytest.approx(0.5 * 0.9 * 0.9)
+
+
 async def test_a_link_beats_fast_while_streams_are_open_and_slowly_otherwise(dialler: Rig) -> None:
     assert dialler.clock.due_s == pytest.approx(IDLE_S)
     stream = link(dialler).open()
@@ -164,7 +189,7 @@ async def test_a_link_beats_fast_while_streams_are_open_and_slowly_otherwise(dia
     dialler.clock.turn()
     assert dialler.wire.sent() == []
     dialler.clock.beat()
-    assert dialler.wire.sent() == [Ping(0, 1)]
+    assert dialler.wire.sent() == [Ping(0, int(BUSY_S * 1e6))]
     assert dialler.clock.due_s == pytest.approx(2 * BUSY_S)
     stream.close()
     dialler.clock.beat()

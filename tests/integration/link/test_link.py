@@ -549,7 +549,7 @@ async def test_a_frozen_peer_is_seen_by_its_silence(child: Child) -> None:
     stream.send(Watch(stream.id))
     assert await stream.receive() == [Tokens(stream.id, 1, 0, (1,), "x")]
     child.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(UnitLost, match="silent: no byte for 3 beats of 40 ms"):
+    with pytest.raises(UnitLost, match="silent: no byte for [0-9]+ beats of 40 ms"):
         await stream.receive()
     assert not link.is_open
 
