@@ -100,6 +100,7 @@ class EmbeddedRedis:
                 except BaseException:
                     started.kill()
                     started.wait()
+                    self.socket.unlink(missing_ok=True)
                     raise
                 # The server outlives this object on purpose; the pid file is its handle from here on.
                 started.returncode = 0

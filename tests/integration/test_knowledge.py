@@ -14,7 +14,7 @@ import pytest
 from support.local_cell import DIMENSION, EMBEDDING_MODEL, HashedWords, cell_config
 from support.state import running_redis
 
-from gateway.knowledge.documents import MAX_DOCUMENTS, Documents, Progress
+from gateway.knowledge.documents import Documents, Progress
 from gateway.knowledge.embedder import BATCH_TEXTS
 from gateway.knowledge.retrieval import Retrieval, RetrievalRequest, RetrievalResult
 from gateway.knowledge.sources import open_stores
@@ -269,27 +269,6 @@ async def test_a_bad_filter_costs_nothing(shop: Shop) -> None:
     with pytest.raises(InvalidRequest) as refused:
         await shop.ask(await shop.source(), "password", filter={"status": {"like": "x"}})
     assert refused.value.param == "filter.status.like"
-    assert shop.engines[0].calls == []
-
-
-@pytest.mark.parametrize(
-    ("documents", "param"),
-    [
-        ([], "documents"),
-        ([Doc(str(n), "x") for n in range(MAX_DOCUMENTS + 1)], "documents"),
-        ([Doc("a", "x"), Doc("a", "y")], "documents[1].id"),
-        ([Doc("", "x")], "documents[0].id"),
-        ([Doc("a", " \n")], "documents[0].text"),
-        ([Doc("a", "x" * 200_001)], "documents[0].text"),
-        ([Doc("a", "x", {"b": {"c": object()}})], "documents[0].metadata.b.c"),
-    ],
-)
-async def test_documents_that_can_not_be_stored_are_named(
-    shop: Shop, documents: list[Doc], param: str
-) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        await shop.documents.add(ACME, await shop.source(), documents)
-    assert refused.value.param == param
     assert shop.engines[0].calls == []
 
 

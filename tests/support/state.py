@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gateway.redis_server import EmbeddedRedis
@@ -25,3 +25,5 @@ def running_redis(state_dir: Path) -> Iterator[EmbeddedRedis]:
         yield server
     finally:
         server.stop()
+        with suppress(OSError):  # a cell of the same test may still keep something there
+            server.socket.parent.rmdir()
