@@ -1,4 +1,4 @@
-"""Where a request may run: a set of regions that can only be narrowed, and marks that contradict it. Pure.
+"""Where a request may run: a set of regions, and the location marks that contradict it. Pure.
 
 Fails closed: a restriction that leaves no region refuses the request; it never means "anywhere".
 """
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gateway.trust.jurisdictions import COUNTRIES, COUNTRY_BY_REGION, EEA, EU, REGIONS_BY_COUNTRY
-from grid.config import Config
 from grid.errors import Forbidden, InvalidRequest
 
 HEADER = "x-data-residency"
@@ -37,20 +36,6 @@ class Residency:
 
     def allows(self, region: str) -> bool:
         return self.regions is None or region in self.regions
-
-    def narrowed(self, other: Residency) -> Residency:
-        """Return what both allow. Raises Forbidden where that is nothing."""
-        if self.regions is None:
-            return other
-        if other.regions is None:
-            return self
-        both = self.regions & other.regions
-        if not both:
-            raise Forbidden(
-                f"residency {other.rule!r} and the tenant's {self.rule!r} have no region in common",
-                param=HEADER,
-            )
-        return Residency(f"{self.rule} and {other.rule}", both, self.countries & other.countries)
 
 
 ANYWHERE = Residency()
@@ -89,19 +74,6 @@ def parse_rule(rule: str) -> Residency:
             param=HEADER,
         )
     return Residency(rule.strip(), frozenset(regions), frozenset(countries))
-
-
-def check_entry(rule: str, config: Config) -> Residency:
-    """Return the restriction that a call's header names. Raises Forbidden when this cell lies outside it."""
-    residency = parse_rule(rule)
-    if not residency.allows(config.cell.region):
-        raise Forbidden(
-            f"{HEADER} {residency.rule!r} does not allow this cell's region {config.cell.region!r}; call a "
-            "cell in an allowed region, or name this one's region",
-            param=HEADER,
-            cell_region=config.cell.region,
-        )
-    return residency
 
 
 def check_marks(residency: Residency, texts: Iterable[str]) -> None:

@@ -1,12 +1,11 @@
-"""Where a request may run: rules, narrowing, and marks that contradict them."""
+"""Where a request may run: rules, and marks that contradict them."""
 
 from __future__ import annotations
 
 import pytest
 
 from gateway.trust.jurisdictions import COUNTRIES, COUNTRY_BY_REGION, EEA, EU, REGIONS_BY_COUNTRY
-from gateway.trust.residency import ANYWHERE, check_entry, check_marks, parse_rule
-from grid.config import Config
+from gateway.trust.residency import ANYWHERE, check_marks, parse_rule
 from grid.errors import Forbidden, InvalidRequest
 
 
@@ -64,15 +63,6 @@ def test_a_country_without_regions_is_never_anywhere() -> None:
         parse_rule("MT")
 
 
-def test_narrowing() -> None:
-    eu, germany, us = parse_rule("EU"), parse_rule("DE"), parse_rule("US")
-    assert eu.narrowed(germany).regions == germany.regions
-    assert germany.narrowed(eu).regions == germany.regions
-    assert ANYWHERE.narrowed(eu) == eu.narrowed(ANYWHERE) == eu
-    with pytest.raises(Forbidden):
-        eu.narrowed(us)
-
-
 @pytest.mark.parametrize("text", ["region:US", "see Region:us-east-1 now", "a (region:cn)", "x\nregion:RU"])
 def test_conflicting_marks(text: str) -> None:
     with pytest.raises(Forbidden) as error:
@@ -105,12 +95,3 @@ def test_a_bloc_s_mark_agrees_with_a_country_in_it() -> None:
 
 def test_no_restriction_no_conflict() -> None:
     check_marks(ANYWHERE, ["region:US", "region:EU"])
-
-
-def test_the_cell_itself_must_lie_inside() -> None:
-    config = Config.model_validate({"cell": {"region": "eu-central-1"}})
-    assert check_entry("EU", config).allows("eu-west-1")
-    assert check_entry("", config) is ANYWHERE
-    with pytest.raises(Forbidden) as error:
-        check_entry("US", config)
-    assert error.value.details["cell_region"] == "eu-central-1"
