@@ -231,7 +231,7 @@ def stopped(text: str, stops: tuple[str, ...]) -> str:
     return text
 
 
-SessionMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+SessionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestSession = SessionMachine.TestCase
 
 
