@@ -1,0 +1,189 @@
+"""How long does a decision take on one core, and what would a plain loop take?
+
+    python benchmarks/placement.py [--json OUT] [--seconds S]
+
+Fleets of 10 to 10,000 units of two models in three regions, loaded at random. Grid: `decide` with all rules,
+a residency list, a preferred region and an avoided model, as the placement actor calls it. Baseline: least
+outstanding requests by a Python loop over the same view, with the model and the limit as its only filters.
+Both decide for like requests in alternating blocks of one run; reserving and settling are not timed. Times are
+the thread's CPU time, so that neighbours on the machine are not counted.
+The last column is the time to take one unit's sample, which the actor does ten times a second for each unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+# A script's own folder is searched first, and this file's name would hide the package.
+sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
+
+from grid.words import PlacementRequest, Precision, Task, UnitCard, UnitLoad, UnitState  # noqa: E402
+from placement.decide import decide  # noqa: E402
+from placement.fleet import Rules, View  # noqa: E402
+
+FLEETS = (10, 100, 1_000, 10_000)
+REGIONS = ("us-east-1", "eu-central-1", "ap-northeast-1")
+MODELS = ("model-a", "model-b")
+GPUS = (("H100", 6.0), ("A100-80", 10.0), ("L40S", 20.0), ("L4", 55.0))
+HELD = 64
+"""Reservations open at a time, so that decisions meet unseen ones as they do in traffic."""
+BLOCK = 20
+"""Decisions of one side before the other takes its turn."""
+
+Decider = Callable[[PlacementRequest, View], str]
+
+
+def fleet(size: int, rng: random.Random) -> View:
+    view = View(Rules(stale_after_s=1e9), 0.0)
+    for number in range(size):
+        gpu, step_ms = GPUS[number % len(GPUS)]
+        card = UnitCard(
+            unit_id=f"unit-{number}",
+            incarnation="first",
+            host="10.0.0.1",
+            port=4000,
+            node_id=f"node-{number // 8}",
+            region=REGIONS[number % len(REGIONS)],
+            task=int(Task.GENERATE),
+            model=MODELS[0] if number % 5 else MODELS[1],
+            precision=int(Precision.BF16),
+            fingerprint="f",
+            context_tokens=8192,
+            gpu_type=gpu,
+            gpus=1.0,
+            memory_grant_mb=80_000,
+            max_running=64,
+            max_waiting=64,
+            cu_factor=1.0,
+            prefill_tokens_per_s=60_000 / step_ms,
+            decode_ms_per_token=step_ms,
+        )
+        view.join(card, number)
+        view.report([sample(card, rng)], number, 0.0)
+    return view
+
+
+def sample(card: UnitCard, rng: random.Random) -> UnitLoad:
+    running = rng.randrange(48)
+    return UnitLoad(
+        unit_id=card.unit_id,
+        incarnation=card.incarnation,
+        state=int(UnitState.READY),
+        running=running,
+        waiting=0,
+        kv_tokens_free=400_000 - 4_000 * running,
+        kv_tokens_total=400_000,
+        prefill_tokens_queued=rng.randrange(4_000),
+        steps=1,
+    )
+
+
+def request(number: int, rng: random.Random) -> PlacementRequest:
+    return PlacementRequest(
+        request_id=f"req_{number}",
+        step_id="s",
+        attempt=0,
+        tenant_id="t",
+        task=int(Task.GENERATE),
+        model=MODELS[0],
+        prompt_tokens=rng.randrange(50, 4_000),
+        max_output_tokens=512,
+        allowed_regions=REGIONS[:2],
+        prefer_regions=(REGIONS[1],),
+        avoid_models=("model-x",),
+        min_memory_mb=20_000,
+        lowest_precision=int(Precision.INT8),
+    )
+
+
+def least_outstanding(asked: PlacementRequest, view: View) -> str:
+    """The baseline: the first unit of the model with the fewest requests."""
+    reported, released, unseen = (
+        view.columns.reported.tolist(),
+        view.columns.released.tolist(),
+        view.columns.unseen.tolist(),
+    )
+    best, fewest = "", 1 << 62
+    for row, unit in enumerate(view.units):
+        card = unit.card
+        if card.model == asked.model:
+            load = reported[row] - released[row] + unseen[row]
+            if load < fewest and load < card.max_running + card.max_waiting:
+                best, fewest = card.unit_id, load
+    return best
+
+
+def measure(size: int, seconds: float) -> dict[str, Any]:
+    rng = random.Random(size)
+    view = fleet(size, rng)
+    deciders: dict[str, Decider] = {
+        "grid": lambda asked, view: decide(asked, view, 0.0, rng).chosen.unit_id,
+        "baseline": least_outstanding,
+    }
+    times: dict[str, list[int]] = {name: [] for name in deciders}
+    held: deque[str] = deque()
+    number, ends_s = 0, time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        for name, choose in deciders.items():
+            for _ in range(BLOCK):
+                number += 1
+                asked = request(number, rng)
+                began_ns = time.thread_time_ns()
+                unit_id = choose(asked, view)
+                times[name].append(time.thread_time_ns() - began_ns)
+                view.reserve(asked, unit_id, 1, 0.0)
+                held.append(asked.reservation_id)
+                if len(held) > HELD:
+                    view.settle(held.popleft(), "done", 0.0)
+    return {
+        "units": size,
+        "decisions": len(times["grid"]),
+        **{f"{name}_us_p{p}": percentile(times[name], p) for name in deciders for p in (50, 99)},
+        "sample_us": sample_us(view, rng),
+    }
+
+
+def sample_us(view: View, rng: random.Random) -> float:
+    batch = [(sample(unit.card, rng), unit.link) for unit in view.units]
+    rounds = max(1, 2_000 // len(batch))
+    began_ns = time.thread_time_ns()
+    for _ in range(rounds):
+        for load, link in batch:
+            view.report((load,), link, 0.0)
+    return round((time.thread_time_ns() - began_ns) / 1e3 / rounds / len(batch), 2)
+
+
+def percentile(times_ns: list[int], percent: int) -> float:
+    return round(sorted(times_ns)[len(times_ns) * percent // 100] / 1e3, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each fleet")
+    options = parser.parse_args()
+    header = ("units", "grid p50", "grid p99", "loop p50", "loop p99", "sample")
+    print("microseconds\n" + "".join(f"{name:>11}" for name in header))
+    rows = []
+    for size in FLEETS:
+        row = measure(size, options.seconds)
+        rows.append(row)
+        keys = ("units", "grid_us_p50", "grid_us_p99", "baseline_us_p50", "baseline_us_p99", "sample_us")
+        print("".join(f"{row[key]:>11}" for key in keys), flush=True)
+    if options.json:
+        figures = {"python": platform.python_version(), "machine": platform.machine(), "fleets": rows}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
