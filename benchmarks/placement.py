@@ -5,8 +5,8 @@
 Fleets of 10 to 10,000 units of two models in three regions, loaded at random. Grid: `decide` with all rules,
 a residency list, a preferred region and an avoided model, as the placement actor calls it. Baseline: least
 outstanding requests by a Python loop over the same view, with the model and the limit as its only filters.
-Both decide for like requests in alternating blocks of one run; reserving and settling are not timed. Times are
-the thread's CPU time, so that neighbours on the machine are not counted.
+Both decide for like requests in alternating blocks of one run; reserving and settling are not timed. Times
+are CPU time of the thread, so that neighbours on the machine are not counted.
 The last column is the time to take one unit's sample, which the actor does ten times a second for each unit.
 """
 
