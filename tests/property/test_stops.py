@@ -35,6 +35,8 @@ def play(pieces: list[tuple[str, int]], stops: list[str]) -> list[Released]:
 
 @given(PIECES, STOPS)
 @example([("abc", 1), ("d", 1)], ["abcd", "bc"])
+@example([("ba", 1)], ["a", "b"])
+@example([("aab", 1)], ["ab", "aab"])
 @example([("a", 1), ("", 1), ("b", 1)], ["ab"])
 def test_same_text_as_a_naive_search(pieces: list[tuple[str, int]], stops: list[str]) -> None:
     released = play(pieces, stops)
