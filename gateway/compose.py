@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,10 @@ NAMESPACE = "zerogrid"
 SERVE_APP = "gateway"
 UNITS_TIMEOUT_S = 600.0
 """A large model on a cold disk takes minutes to load; after this the start is called failed."""
+ACTOR_TIMEOUT_S = 60.0
+"""A worker process takes 2 s to start on an idle core."""
+CONTROL_RETRIES = 3
+"""Of a lifecycle call whose actor restarted meanwhile; each of them can be repeated."""
 CONTROL_CONCURRENCY = 1000
 """Calls that one actor takes at a time: lifecycle calls only, so this is never reached."""
 
@@ -38,23 +43,15 @@ def say(**what: Any) -> None:
 
 
 def up(config: Config, address: str) -> dict[str, Any]:
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    _join(address)
     say(progress="starting placement, supervisor and vector store")
-    detached: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": 3,
-        "max_concurrency": CONTROL_CONCURRENCY,
-    }
-    placement = ray.remote(PlacementActor).options(name="placement", **detached).remote(config)
-    vectors = None
+    placement = _detached(PlacementActor, "placement", config)
+    addresses = [placement.address.remote()]
     if not config.vectors.qdrant_url:
-        vectors = ray.remote(VectorsActor).options(name="vectors", **detached).remote(config)
-    supervisor = ray.remote(SupervisorActor).options(name="supervisor", **detached).remote(config)
-    ray.get([placement.address.remote(), *([vectors.address.remote()] if vectors else [])], timeout=60)
-    ray.get(supervisor.start.remote(), timeout=60)
+        addresses.append(_detached(VectorsActor, "vectors", config).address.remote())
+    supervisor = _detached(SupervisorActor, "supervisor", config)
+    ray.get(addresses, timeout=ACTOR_TIMEOUT_S)
+    ray.get(supervisor.start.remote(), timeout=ACTOR_TIMEOUT_S)
 
     say(progress="starting the gateway")
     serve.start(http_options={"host": config.gateway.host, "port": config.gateway.port})
@@ -62,6 +59,24 @@ def up(config: Config, address: str) -> dict[str, Any]:
     keys = asyncio.run(_first_keys(config))
     units = _await_units(config, supervisor)
     return {"units": units, **keys}
+
+
+def _join(address: str) -> None:
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _detached(actor: type, name: str, config: Config) -> Any:
+    """Create an actor that outlives this process and that Ray restarts whenever it dies."""
+    options: dict[str, Any] = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": CONTROL_RETRIES,
+        "max_concurrency": CONTROL_CONCURRENCY,
+    }
+    return ray.remote(actor).options(**options).remote(config)
 
 
 async def _first_keys(config: Config) -> dict[str, str]:
@@ -93,8 +108,8 @@ def _await_units(config: Config, supervisor: Any) -> list[str]:
 
 
 def down(address: str) -> dict[str, Any]:
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    serve.shutdown()
+    _join(address)
+    serve.shutdown()  # type: ignore[no-untyped-call]
     try:
         ray.get(ray.get_actor("supervisor").stop_all.remote(), timeout=20)
     except (ValueError, ray.exceptions.RayError) as error:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gateway.knowledge.splitting import estimate_pieces
 from gateway.pipeline.events import StepPlacement
-from grid.errors import DeadlineExceeded, GridError, InternalError, Saturated, UnitLost
+from grid.errors import DeadlineExceeded, GridError, InternalError, Interrupted, Saturated, UnitLost
 from grid.wire.link import LinkPool
 from grid.wire.messages import Embed, Vectors
 from grid.words import Decision, PlacementRequest, Task, Usage
@@ -119,7 +119,8 @@ class Embedder:
             outcome, input_tokens = "done", reply.input_tokens
             return reply, (loop.time() - started_s) * 1000
         except GridError as error:
-            outcome = "refused" if isinstance(error, Saturated) else "failed"
+            # Only a fault of the unit's own counts against its health, never what it was right to refuse.
+            outcome = "failed" if isinstance(error, Interrupted | InternalError) else "refused"
             raise
         finally:
             self._placement.settle(
