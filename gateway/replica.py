@@ -42,6 +42,8 @@ DESCRIPTORS_PER_CONNECTION = 2
 """One to the client and one to the replica."""
 SPARE_DESCRIPTORS = 512
 MAX_PROXY_THREADS = 4
+PROXY_PATIENCE_S = 30.0
+"""Serve restarts a proxy that misses three checks; at its 5 s a busy machine never gets one up."""
 RAY_NODE_ID_CHARS = 56
 """Serve puts a folder of the node's id before the socket's name."""
 MAX_HAPROXY_SOCKET_CHARS = 97
@@ -95,6 +97,8 @@ def serve_environment(config: Config, folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(longest_s),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTER_S),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(beside(gateway.port)),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_PATIENCE_S),
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PROXY_PATIENCE_S),
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -213,7 +212,17 @@ def timing_view(step: StepTiming) -> dict[str, Any]:
 
 
 def placement_view(step: StepPlacement) -> dict[str, Any]:
-    return {**asdict(step), "predicted_ttft_ms": round(step.predicted_ttft_ms, 3)}
+    return {
+        "step_id": step.step_id,
+        "unit_id": step.unit_id,
+        "model": step.model,
+        "region": step.region,
+        "gpu_type": step.gpu_type,
+        "simulated": step.simulated,
+        "predicted_ttft_ms": round(step.predicted_ttft_ms, 3),
+        "why": step.why,
+        "moves": step.moves,
+    }
 
 
 def pipeline_view(record: PipelineRecord) -> dict[str, Any]:

@@ -12,10 +12,13 @@ from typing import Any
 
 from gateway.http.call import Call
 from gateway.http.exchange import Header
-from gateway.http.sse import KEEP_ALIVE_S, SSE_HEADERS, ReadyEvents, write_events
+from gateway.http.sse import SSE_HEADERS, write_events
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, RunFailed, Started
 from grid.errors import GridError, InternalError
 from grid.words import Usage
+
+Run = AsyncGenerator[list[RunEvent], None]
+"""What `Runner.run` returns: the events of one run, at once all that are there."""
 
 
 @dataclass(slots=True)
@@ -55,33 +58,27 @@ def failure(item: RunFailed) -> GridError:
     return item.error
 
 
-async def whole(run: AsyncGenerator[RunEvent, None]) -> WholeRun:
+async def whole(run: Run) -> WholeRun:
     """Run to the end. Raises the GridError of a refused or failed run."""
     result = WholeRun()
     async with aclosing(run):
-        async for item in run:
-            result.add(item)
+        async for items in run:
+            for item in items:
+                result.add(item)
     return result
 
 
-async def streamed(
-    call: Call, run: AsyncGenerator[RunEvent, None], encode: Callable[[RunEvent], bytes], last: bytes = b""
-) -> None:
+async def streamed(call: Call, run: Run, encode: Callable[[RunEvent], bytes], last: bytes = b"") -> None:
     """Write a run as SSE; `last` follows a finished one. Raises GridError while nothing has been written."""
-    ready = ReadyEvents(run)
-    try:
-        first: Sequence[RunEvent] | None = []
-        while first is not None and not first:
-            first = await ready.take(KEEP_ALIVE_S)
+    async with aclosing(run):
+        first = await anext(run, None)
         if first is None:
             raise InternalError("the run ended without saying how")
         if isinstance(first[-1], RunFailed) and not any(isinstance(item, Chunk) for item in first):
             raise failure(first[-1])
         await call.exchange.start(200, [*SSE_HEADERS, *region_header(first)])
-        ended = await write_events(ready, first, encode, call.exchange.write)
+        ended = await write_events(first, run, encode, call.exchange.write)
         await call.exchange.finish(last if isinstance(ended, Finished) else b"")
-    finally:
-        await ready.close()
 
 
 def region_header(items: Sequence[RunEvent]) -> list[Header]:

@@ -36,8 +36,8 @@ class Runner:
         self._links = links
         self._retrieval = retrieval
 
-    async def run(self, plan: Plan) -> AsyncGenerator[RunEvent, None]:
-        """Yield the events of one run, as `events.py` orders them.
+    async def run(self, plan: Plan) -> AsyncGenerator[list[RunEvent], None]:
+        """Yield the events of one run, as `events.py` orders them; at once all that are there, at least one.
 
         Raises a GridError while nothing was accepted yet; later failures are the last event.
         """
@@ -47,8 +47,7 @@ class Runner:
         if plan.retrievals:
             await search.run()
         if plan.generation is None:
-            for event in _retrieved_only(plan, search, started_s):
-                yield event
+            yield _retrieved_only(plan, search, started_s)
             return
         before = Before(
             started_s=started_s,
@@ -62,8 +61,7 @@ class Runner:
         delivery = Delivery(plan, plan.generation, before, placement=self._placement, links=self._links)
         try:
             while events := await delivery.events():
-                for event in events:
-                    yield event
+                yield events
         finally:
             delivery.leave()
 

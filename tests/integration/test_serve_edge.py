@@ -9,6 +9,8 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from gateway.replica import (
     serve_environment,
 )
 from grid.config import Config
+from grid.errors import InternalError
 
 RENDER = """
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -49,6 +52,13 @@ print(json.dumps({"config": RAY_SERVE_HAPROXY_CONFIG_FILE_LOC, "maxconn": RAY_SE
 
 
 @pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short name, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="zg-", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture
 def config(tmp_path: Path) -> Config:
     return Config.model_validate({"cell": {"state_dir": str(tmp_path)}, "gateway": {"port": 18123}})
 
@@ -56,7 +66,7 @@ def config(tmp_path: Path) -> Config:
 def test_haproxy_listens_where_the_configuration_says_and_nowhere_else(
     config: Config, tmp_path: Path
 ) -> None:
-    environment = serve_environment(config, tmp_path)
+    environment = serve_environment(config, folder)
     rendered = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", RENDER],
         env={**os.environ, **environment},
@@ -73,17 +83,23 @@ def test_haproxy_listens_where_the_configuration_says_and_nowhere_else(
         assert checked.returncode == 0, checked.stderr
     assert re.findall(r"^\s*bind (\S+)", path.read_text(), re.M) == ["127.0.0.1:18123"]
     assert f"maxconn {said['maxconn']}" in path.read_text()
-    assert str(tmp_path) in path.read_text().split("stats socket ")[1].splitlines()[0]
+    assert str(folder) in path.read_text().split("stats socket ")[1].splitlines()[0]
 
 
-def test_the_admin_socket_lies_in_a_private_folder(config: Config, tmp_path: Path) -> None:
-    environment = serve_environment(config, tmp_path)
-    folder = Path(environment["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
+def test_the_admin_socket_lies_in_a_private_folder(config: Config, folder: Path) -> None:
+    folder.chmod(0o755)
+    environment = serve_environment(config, folder)
+    assert Path(environment["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     paths = [value for name, value in environment.items() if "HAPROXY" in name and value.startswith("/")]
     assert len(paths) == 6
     assert all(Path(path).is_relative_to(folder) for path in paths)
     assert all(isinstance(value, str) for value in environment.values())
+
+
+def test_a_folder_whose_name_is_too_long_for_sockets_is_refused(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match="too long"):
+        serve_environment(config, tmp_path / ("x" * 60))
 
 
 def test_the_wrapper_quotes_what_it_starts() -> None:

@@ -37,20 +37,19 @@ Script = list[RunEvent | BaseException]
 
 
 class ScriptedRunner:
-    """Plays a script; a pause lets the reader take what is there first."""
+    """Plays a script, an event at a time."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.left = 0
 
-    async def run(self, plan: Plan) -> AsyncGenerator[RunEvent, None]:
+    async def run(self, plan: Plan) -> AsyncGenerator[list[RunEvent], None]:
         try:
             for item in self.script:
                 await asyncio.sleep(0)
-                await asyncio.sleep(0)
                 if isinstance(item, BaseException):
                     raise item
-                yield item
+                yield [item]
         except (asyncio.CancelledError, GeneratorExit):
             self.left += 1
             raise
@@ -237,10 +236,10 @@ async def test_streams_above_the_cap_are_refused_and_places_come_back() -> None:
     hold = asyncio.Event()
 
     class Held(ScriptedRunner):
-        async def run(self, plan: Plan) -> AsyncGenerator[RunEvent, None]:
-            yield STARTED
+        async def run(self, plan: Plan) -> AsyncGenerator[list[RunEvent], None]:
+            yield [STARTED]
             await hold.wait()
-            yield FINISHED
+            yield [FINISHED]
 
     async with app_of(services(Held([]))) as app:
         transport = httpx.ASGITransport(app)

@@ -156,7 +156,7 @@ TRY_TO_FIND = '{"type": "retrieval", "source": "kb", "id": "find", "on_failure":
 
 async def run(plan: Plan, placing: Placing, links: Links, *found: Any) -> list[RunEvent]:
     runner = Runner(placement=placing, links=links, retrieval=Searching(*found))
-    return [event async for event in runner.run(plan)]
+    return [event async for events in runner.run(plan) for event in events]
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -295,7 +295,7 @@ async def test_closing_the_run_between_events() -> None:
     placing, links = Placing(), Links([ANSWER[:2]])
     runner = Runner(placement=placing, links=links, retrieval=Searching())
     events = runner.run(planned(GENERATE))
-    assert isinstance(await anext(events), Started)
+    assert isinstance((await anext(events))[0], Started)
     await events.aclose()
     assert placing.settled == [("req_1/generation-1/1", "cancelled", 2)]
     await events.aclose()
@@ -309,7 +309,7 @@ async def test_closing_after_the_last_event_settles_no_second_time() -> None:
     placing, links = Placing(), Links([ANSWER])
     runner = Runner(placement=placing, links=links, retrieval=Searching())
     events = runner.run(planned(GENERATE))
-    while not isinstance(await anext(events), Finished):
+    while not isinstance((await anext(events))[-1], Finished):
         pass
     await events.aclose()
     assert [outcome for _, outcome, _ in placing.settled] == ["done"]
@@ -325,8 +325,8 @@ async def test_a_held_token_leaves_when_it_is_due() -> None:
     plan = replace(plan, generation=replace(plan.generation, stream_control=control))
     runner = Runner(placement=Placing(), links=Links([ANSWER[:2]]), retrieval=Searching())
     events = runner.run(plan)
-    assert isinstance(await anext(events), Started)
-    assert await anext(events) == Chunk(0, "Hello", 2)
+    assert [type(event) for event in await anext(events)] == [Started]
+    assert await anext(events) == [Chunk(0, "Hello", 2)]
     await events.aclose()
 
 

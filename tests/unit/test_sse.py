@@ -1,12 +1,13 @@
-"""Event encoding, and the loop between a run and a client that may be slow, silent or gone."""
+"""Event encoding, and the loop between a run and a client that may be slow or hears nothing for a while."""
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
 from gateway.http import sse
-from gateway.http.sse import KEEP_ALIVE, MAX_READY_EVENTS, ReadyEvents, event, write_events
+from gateway.http.sse import KEEP_ALIVE, event, write_events
 from gateway.pipeline.events import Chunk, Finished, RunEvent
 from grid.errors import Saturated
 from grid.words import Usage
@@ -22,6 +23,19 @@ def chunk(index: int) -> Chunk:
     return Chunk(index, f"<{index}>", 1)
 
 
+class Client:
+    """Keeps what is written to it; `slow` makes each write wait a turn of the loop."""
+
+    def __init__(self, *, slow: bool = False) -> None:
+        self.writes: list[bytes] = []
+        self._slow = slow
+
+    async def write(self, part: bytes) -> None:
+        if self._slow:
+            await asyncio.sleep(0)
+        self.writes.append(part)
+
+
 def test_an_event_is_one_data_line_whatever_its_text() -> None:
     encoded = event("token", {"text": "a\nb\r\n\u2028c"})
     assert encoded.startswith(b"event: token\ndata: ")
@@ -30,111 +44,61 @@ def test_an_event_is_one_data_line_whatever_its_text() -> None:
     assert b"\r" not in encoded
 
 
-async def test_what_is_ready_goes_out_in_one_write() -> None:
-    async def run() -> AsyncGenerator[RunEvent, None]:
-        for index in range(5):
-            yield chunk(index)
-        yield END
+async def test_what_comes_together_goes_out_in_one_write() -> None:
+    async def rest() -> AsyncGenerator[list[RunEvent], None]:
+        yield [chunk(1), chunk(2)]
+        yield [chunk(3), END]
 
-    writes: list[bytes] = []
-
-    async def write(part: bytes) -> None:
-        writes.append(part)
-
-    ready = ReadyEvents(run())
-    first = await ready.take(1.0)
-    assert first is not None
-    assert await write_events(ready, first, encode, write) is END
-    assert writes == [b"<0><1><2><3><4>|end"]
-    await ready.close()
+    client = Client()
+    assert await write_events([chunk(0)], rest(), encode, client.write) is END
+    assert client.writes == [b"<0>", b"<1><2>", b"<3>|end"]
 
 
-async def test_a_slow_client_gets_everything_in_order_and_bounds_what_waits() -> None:
+async def test_a_run_is_not_asked_for_more_while_a_write_waits() -> None:
+    client = Client(slow=True)
     made = 0
 
-    async def run() -> AsyncGenerator[RunEvent, None]:
+    async def rest() -> AsyncGenerator[list[RunEvent], None]:
         nonlocal made
-        for index in range(3 * MAX_READY_EVENTS):
+        for index in range(1, 50):
+            assert len(client.writes) == index
             made += 1
-            yield chunk(index)
-        yield END
+            yield [chunk(index)]
 
-    ready = ReadyEvents(run())
-    taken: list[RunEvent] = []
-    while (items := await ready.take(1.0)) is not None:
-        assert len(items) <= MAX_READY_EVENTS
-        assert made <= len(taken) + 2 * MAX_READY_EVENTS + 1
-        taken += items
-        await asyncio.sleep(0)
-    assert [item.index for item in taken if isinstance(item, Chunk)] == list(range(3 * MAX_READY_EVENTS))
-    assert taken[-1] is END
-    await ready.close()
+    await write_events([chunk(0)], rest(), encode, client.write)
+    assert made == 49
+    assert b"".join(client.writes) == b"".join(b"<%d>" % index for index in range(50))
 
 
-async def test_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_is_filled_with_comments_and_their_end_with_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.001)
     beaten = asyncio.Event()
-
-    async def run() -> AsyncGenerator[RunEvent, None]:
-        yield chunk(0)
-        await beaten.wait()
-        yield END
-
-    writes: list[bytes] = []
+    client = Client()
 
     async def write(part: bytes) -> None:
-        writes.append(part)
-        if writes.count(KEEP_ALIVE) == 3:
+        await client.write(part)
+        if client.writes.count(KEEP_ALIVE) == 3:
             beaten.set()
 
-    ready = ReadyEvents(run())
-    first = await ready.take(1.0)
-    assert first is not None
-    await write_events(ready, first, encode, write)
-    assert writes[0] == b"<0>"
-    assert writes[-1] == b"|end"
-    assert set(writes[1:-1]) == {KEEP_ALIVE}
-    await ready.close()
+    async def rest() -> AsyncGenerator[list[RunEvent], None]:
+        await beaten.wait()
+        yield [END]
+
+    await write_events([chunk(0)], rest(), encode, write)
+    assert client.writes == [b"<0>", *[KEEP_ALIVE] * (len(client.writes) - 2), b"|end"]
+    assert client.writes.count(KEEP_ALIVE) >= 3
+    assert not [task for task in asyncio.all_tasks() if "KeepAlive" in repr(task) and not task.cancelling()]
 
 
 async def test_an_error_comes_out_after_the_events_before_it() -> None:
-    async def run() -> AsyncGenerator[RunEvent, None]:
-        yield chunk(0)
+    async def rest() -> AsyncGenerator[list[RunEvent], None]:
+        yield [chunk(1)]
         raise Saturated("full")
 
-    ready = ReadyEvents(run())
-    assert await ready.take(1.0) == [chunk(0)]
-    with pytest.raises(Saturated):
-        await ready.take(1.0)
-    await ready.close()
-
-
-@pytest.mark.parametrize("taken_first", [False, True])
-async def test_closing_ends_the_run_and_waits_for_its_cleaning_up(taken_first: bool) -> None:
-    cleaned: list[str] = []
-
-    async def run() -> AsyncGenerator[RunEvent, None]:
-        try:
-            yield chunk(0)
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            cleaned.append("cancelled the unit")
-
-    ready = ReadyEvents(run())
-    if taken_first:
-        await ready.take(1.0)
-    else:
-        await asyncio.sleep(0)
-    await ready.close()
-    await ready.close()
-    assert cleaned == ["cancelled the unit"]
-
-
-async def test_closing_a_run_that_never_began_is_quiet() -> None:
-    async def run() -> AsyncGenerator[RunEvent, None]:
-        yield chunk(0)
-
-    ready = ReadyEvents(run())
-    await ready.close()
-    assert await ready.take(0.0) is None
+    client = Client()
+    async with aclosing(rest()) as run:
+        with pytest.raises(Saturated):
+            await write_events([chunk(0)], run, encode, client.write)
+    assert client.writes == [b"<0>", b"<1>"]
