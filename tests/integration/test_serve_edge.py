@@ -63,9 +63,7 @@ def config(tmp_path: Path) -> Config:
     return Config.model_validate({"cell": {"state_dir": str(tmp_path)}, "gateway": {"port": 18123}})
 
 
-def test_haproxy_listens_where_the_configuration_says_and_nowhere_else(
-    config: Config, tmp_path: Path
-) -> None:
+def test_haproxy_listens_where_the_configuration_says_and_nowhere_else(config: Config, folder: Path) -> None:
     environment = serve_environment(config, folder)
     rendered = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", RENDER],
