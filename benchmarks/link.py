@@ -3,16 +3,18 @@
     python benchmarks/link.py [--json OUT] [--rounds N] [--seconds S]
 
 A server process makes tokens as fast as its connection takes them, one step of all streams a loop turn; this
-process counts them for each stream. Bare: one `asyncio.Protocol` on each side, one msgpack list a token, packed
-and unpacked by msgpack's C extension, all of a loop turn joined into one write, nothing checked. Link: `Tokens`
-messages through `Peer.send`, checked on arrival, one reader task for each stream on `LinkStream.receive`. Both
-on uvloop and loopback, in alternating rounds of one run; the ratio is the median over neighbouring rounds.
+process counts them for each stream. Bare: one `asyncio.Protocol` on each side, one msgpack list a token in
+msgpack's C extension, all of a loop turn joined into one write, nothing checked. Link: `Tokens` messages
+through `Peer.send`, checked on arrival, one reader task for each stream on `LinkStream.receive`. Both use
+uvloop and loopback in the same two processes, whose heap is frozen after start as a server's should be.
+Rounds alternate; the ratio is the median over neighbouring rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import platform
@@ -22,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import uvloop
 
 from grid.wire.link import Link, LinkServer, Peer, dial
@@ -111,6 +113,7 @@ def serve(pipe: Connection) -> None:
         bare = await loop.create_server(BareServer, "127.0.0.1", 0)
         link = LinkServer(role="unit", peer_id="maker", secret=SECRET, handler=TokenMaker())
         _, link_port = await link.start("127.0.0.1")
+        gc.freeze()
         pipe.send((bare.sockets[0].getsockname()[1], link_port))
         await loop.run_in_executor(None, pipe.poll, None)
 
@@ -174,6 +177,8 @@ async def measure(ports: tuple[int, int], rounds: int, seconds: float) -> list[d
     loop = asyncio.get_running_loop()
     _, bare = await loop.create_connection(BareClient, "127.0.0.1", ports[0])
     link = await dial("127.0.0.1", ports[1], role="gateway", peer_id="counter", secret=SECRET)
+
+    gc.freeze()
 
     async def rate(run: Any, streams: int, tokens: int) -> float:
         started = time.perf_counter()

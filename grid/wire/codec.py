@@ -29,8 +29,8 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 STRANGER_FRAME_BYTES = 4096
 """Before a peer has proved itself: a hello is under 700 bytes, a goodbye under 3,200."""
 
-MAX_RUN = 4096
-"""Messages of one frame: more streams than a gateway has on one link, and few enough to decode in 2 ms."""
+MAX_RUN = 512
+"""Messages of one frame: enough to make the header's cost vanish, too few to fill a stream at once."""
 
 MAX_NESTING = 32
 """Of lists and maps inside a JSON-like field: metadata rarely passes 5, and the walk over it recurses."""

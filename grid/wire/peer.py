@@ -23,6 +23,9 @@ WRITE_HIGH_BYTES = 256 * 1024
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """A peer that leaves this much unread is cut off: four frames of the largest size."""
 
+LARGE_READ_BYTES = 64 * 1024
+"""After so much at once, readers get a turn before the next read, or a burst would overflow a ready one."""
+
 CLOSE_S = 1.0
 """How long an orderly close may take to send what is still buffered."""
 
@@ -47,8 +50,8 @@ CELL_BEATS = Beats(busy_s=0.04, idle_s=1.0, silent=3)
 ROUND_TRIPS = 4
 """On a machine with more work than cores, a busy process may get no time for 150 ms and yet be well."""
 
-ROUND_TRIP_DECAY = 0.9
-"""Of the slowest round trip, with each newer one: it is forgotten within a second of beats."""
+ROUND_TRIP_DECAY = 0.97
+"""Of the slowest round trip, with each newer one: half of it is forgotten within a second of busy beats."""
 
 
 class Handler(Protocol):
@@ -171,6 +174,13 @@ class Peer(asyncio.Protocol):
             self.close("protocol_error", error.reason)
         else:
             self._deliver(messages)
+            if len(data) >= LARGE_READ_BYTES and self.is_open:
+                self._transport.pause_reading()
+                self._loop.call_soon(self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if self.is_open:
+            self._transport.resume_reading()
 
     def _deliver(self, messages: list[WireMessage]) -> None:
         for message in messages:

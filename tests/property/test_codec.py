@@ -144,7 +144,7 @@ def frame(kind: int, run: bytes) -> bytes:
         (b"\x91\x95\x01\x01\x01\x90\xa1\xff", "Tokens: Invalid UTF-8"),
         (b"\x91\x95\x01\x01\x01\xdd\x7f\xff\xff\xff\x01", "Tokens: Input data was truncated"),
         (b"\x91\x95\x01\x01\x01\x90\xa0\x00", "Tokens: MessagePack data is malformed: trailing"),
-        (b"\xdd\x00\x01\x00\x00" + b"\x95" * 9, "Tokens: Expected `array` of length <= 4096"),
+        (b"\xdd\x00\x01\x00\x00" + b"\x95" * 9, "Tokens: Expected `array` of length <= 512"),
         (b"\xdd\xff\xff\xff\xff", "Tokens: "),
     ],
 )

@@ -67,6 +67,13 @@ class Wire:
         self.buffered_bytes = 0
         self.is_closed = False
         self.is_aborted = False
+        self.is_reading = True
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
 
     def get_extra_info(self, name: str) -> tuple[str, int]:
         return "127.0.0.1", 4100
@@ -176,7 +183,7 @@ async def test_slow_answers_are_forgotten_and_foolish_ones_ignored(dialler: Rig)
     dialler.peer.data_received(encode(Pong(0, 0)))
     for tick in (10**12, -(10**12), 500_000, 500_000):
         dialler.peer.data_received(encode(Pong(0, tick)))
-    assert dialler.peer.slowest_round_trip_s == pytest.approx(0.5 * 0.9 * 0.9)
+    assert dialler.peer.slowest_round_trip_s == pytest.approx(0.5 * peer_module.ROUND_TRIP_DECAY**2)
 
 
 async def test_a_link_beats_fast_while_streams_are_open_and_slowly_otherwise(dialler: Rig) -> None:
@@ -227,6 +234,18 @@ async def test_a_turn_with_more_tokens_than_a_run_holds(listener: Rig) -> None:
         listener.peer.send(message)
     listener.clock.turn()
     assert listener.wire.sent() == messages
+
+
+async def test_readers_get_a_turn_after_a_large_read(dialler: Rig) -> None:
+    stream = link(dialler).open()
+    data = encode(Tokens(stream.id, 1, 0, (1,), "x" * 2 * peer_module.LARGE_READ_BYTES))
+    dialler.peer.data_received(data[:100])
+    assert dialler.wire.is_reading
+    dialler.peer.data_received(data[100:])
+    assert not dialler.wire.is_reading
+    assert len(await stream.receive()) == 1
+    dialler.clock.turn()
+    assert dialler.wire.is_reading
 
 
 async def test_a_message_that_no_frame_can_carry_fails_at_its_sender(listener: Rig) -> None:

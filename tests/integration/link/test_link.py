@@ -340,6 +340,21 @@ async def test_a_stream_that_is_read_may_carry_any_number_of_bytes(cell: Cell) -
         assert len(await stream.receive()) == 1
 
 
+async def test_a_burst_is_no_fault_of_a_reader_that_is_ready(cell: Cell) -> None:
+    def answer(peer: Peer, message: WireMessage) -> None:
+        for index in range(4000):
+            peer.send(tokens(1, index, "y" * 1000))
+
+    cell.unit.answer = answer
+    link = await cell.dial()
+    stream = link.open()
+    stream.send(Watch(stream.id))
+    received = 0
+    while received < 4000:
+        received += len(await stream.receive())
+    assert received == 4000
+
+
 async def test_one_message_above_the_bound_is_too_much_also_for_a_waiting_reader(cell: Cell) -> None:
     cell.unit.answer = lambda peer, message: peer.send(tokens(1, 0, "y" * 3000))
     link = await cell.dial()
@@ -549,7 +564,7 @@ async def test_a_frozen_peer_is_seen_by_its_silence(child: Child) -> None:
     stream.send(Watch(stream.id))
     assert await stream.receive() == [Tokens(stream.id, 1, 0, (1,), "x")]
     child.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(UnitLost, match="silent: no byte for [0-9]+ beats of 40 ms"):
+    with pytest.raises(UnitLost, match=r"silent: no byte for [0-9]+ beats of 40 ms"):
         await stream.receive()
     assert not link.is_open
 
