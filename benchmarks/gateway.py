@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ HERE = Path(__file__).resolve().parent
 sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 
 from gateway.launch import CellInfo, cell_paths, down, up  # noqa: E402
+from gateway.services import LINK_KEY_FILE  # noqa: E402
+from gateway.trust.keyfiles import secret_path  # noqa: E402
 from grid.config import Config  # noqa: E402
 from grid.hardware import catalogue  # noqa: E402
 from grid.wire.link import Link, dial  # noqa: E402
@@ -243,7 +246,7 @@ class Bench:
         order = json.dumps(
             {
                 "placement": placement,
-                "secret": str(cell_paths(self._config).secrets / "link.key"),
+                "secret": str(secret_path(self._config.cell.state_dir, LINK_KEY_FILE)),
                 "model": model,
                 "clients": clients,
                 "tokens": tokens,
@@ -390,13 +393,18 @@ def main() -> None:
             print("starting the baseline", file=sys.stderr)
             placement = deploy_trivial(config, options.replicas)
             bench = Bench(info, config, options.seconds)
-            results = {
+            results: dict[str, Any] = {
                 "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
                 "replicas": options.replicas,
-                "requests": bench.requests(options.rounds),
-                "streams": bench.streams(options.rounds),
-                "added": bench.added(options.rounds, placement),
             }
+            for name, measure in (
+                ("requests", bench.requests),
+                ("streams", bench.streams),
+                ("added", partial(bench.added, placement=placement)),
+            ):
+                print(f"measuring {name}", file=sys.stderr)
+                results[name] = measure(options.rounds)
+                print(json.dumps(results[name], indent=1), file=sys.stderr)
         finally:
             down(config, progress=lambda line: print(line, file=sys.stderr))
     print(table(results))

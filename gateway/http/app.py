@@ -18,6 +18,7 @@ from gateway.http.call import CALL, EXCHANGE, Call
 from gateway.http.cold import build_cold_app
 from gateway.http.errors import MethodNotAllowed, openai_envelope, unexpected
 from gateway.http.exchange import Exchange, Message, Receive, Scope, Send, client_request_id
+from gateway.http.pace import Pace
 from gateway.services import Services
 from gateway.trust.residency import HEADER as RESIDENCY_HEADER
 from gateway.trust.residency import Residency, parse_rule
@@ -48,7 +49,7 @@ class GatewayApp:
         self._build = build
         self._services: Services | None = None
         self._cold: FastAPI | None = None
-        self._streams = 0
+        self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -73,8 +74,10 @@ class GatewayApp:
                         {"type": "lifespan.startup.failed", "message": f"{type(error).__name__}: {error}"}
                     )
                     return
+                self._pace.start()
                 await send({"type": "lifespan.startup.complete"})
             else:
+                self._pace.close()
                 if self._services is not None:
                     await self._services.close()
                 await send({"type": "lifespan.shutdown.complete"})
@@ -108,7 +111,7 @@ class GatewayApp:
             return
         tenant = await services.tenants.authenticate(presented_key(exchange))
         residency = self._residency(exchange)
-        call = Call(exchange, services, tenant, residency)
+        call = Call(exchange, services, tenant, self._pace, residency)
         hot = self._hot(path)
         if hot is None:
             exchange.scope[CALL] = call
@@ -116,16 +119,16 @@ class GatewayApp:
             return
         if exchange.method != "POST":
             raise MethodNotAllowed(f"{path} takes POST, not {exchange.method}", allowed=["POST"])
-        if self._streams >= self._config.gateway.max_streams_per_replica:
+        if self._pace.streams >= self._config.gateway.max_streams_per_replica:
             raise Saturated(
                 "this gateway replica runs as many requests as it may (gateway.max_streams_per_replica)",
                 retry_after_s=FULL_RETRY_AFTER_S,
             )
-        self._streams += 1
+        self._pace.streams += 1
         try:
             await hot(call)
         finally:
-            self._streams -= 1
+            self._pace.streams -= 1
 
     def _residency(self, exchange: Exchange) -> Residency:
         """Return where the call may run. Raises Forbidden, before the body is read, if that is not here."""

@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 
 from gateway.http.exchange import Exchange
+from gateway.http.pace import Pace
 from gateway.records import Tenant
 from gateway.services import Services
 from gateway.trust.residency import Residency
@@ -24,6 +25,7 @@ class Call:
     exchange: Exchange
     services: Services
     tenant: Tenant
+    pace: Pace
     residency: Residency
     """Where the call may run, as its header narrows it."""
 

@@ -39,11 +39,12 @@ async def chat_completions(call: Call) -> None:
 
 
 async def _answer(call: Call, request: ChatRequest) -> None:
-    run = call.services.runner.run(await _plan(call, request))
+    plan = await _plan(call, request)
+    run = call.services.runner.run(plan)
     created = int(time.time())
     if request.stream:
         chunks = ChatChunks(call.request_id, request, created)
-        await streamed(call, run, chunks, last=chunks.last)
+        await streamed(call, plan, run, chunks, last=chunks.last)
     else:
         result = await whole(run)
         payload = completion(call.request_id, request, created, result)

@@ -74,7 +74,7 @@ async def answer(call: Call, record: PipelineRecord, invocation: Invocation) -> 
     run = call.services.runner.run(plan)
     json_wanted = invocation.stream is None and only_json(call.exchange.header(b"accept"))
     if plan.stream and not json_wanted:
-        await streamed(call, run, GridEvents(call.request_id))
+        await streamed(call, plan, run, GridEvents(call.request_id))
     else:
         result = await whole(run)
         payload = whole_answer(result)

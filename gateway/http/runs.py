@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gateway.http.call import Call
 from gateway.http.exchange import Header
 from gateway.http.sse import SSE_HEADERS, write_events
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, RunFailed, Started
+from gateway.pipeline.plan import Plan
 from grid.errors import GridError, InternalError
 from grid.words import Usage
 
@@ -68,8 +70,12 @@ async def whole(run: Run) -> WholeRun:
     return result
 
 
-async def streamed(call: Call, run: Run, encode: Callable[[RunEvent], bytes], last: bytes = b"") -> None:
+async def streamed(
+    call: Call, plan: Plan, run: Run, encode: Callable[[RunEvent], bytes], last: bytes = b""
+) -> None:
     """Write a run as SSE; `last` follows a finished one. Raises GridError while nothing has been written."""
+    # The caller's own bound on how late a token may be holds for the replica's pauses as well.
+    most_s = plan.generation.stream_control.max_latency_ms / 1000 if plan.generation is not None else 0.0
     async with aclosing(run):
         first = await anext(run, None)
         if first is None:
@@ -77,7 +83,9 @@ async def streamed(call: Call, run: Run, encode: Callable[[RunEvent], bytes], la
         if isinstance(first[-1], RunFailed) and not any(isinstance(item, Chunk) for item in first):
             raise failure(first[-1])
         await call.exchange.start(200, [*SSE_HEADERS, *region_header(first)])
-        ended = await write_events(first, run, encode, call.exchange.write)
+        ended = await write_events(
+            first, run, encode, call.exchange.write, partial(call.pace.pause_s, most_s)
+        )
         await call.exchange.finish(last if isinstance(ended, Finished) else b"")
 
 

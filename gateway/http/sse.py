@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from gateway.pipeline.events import RunEvent
+from gateway.pipeline.events import Chunk, RunEvent
 
 KEEP_ALIVE_S = 5.0
 """A silence lasts at most twice as long: below the idle limits of common proxies (30 to 60 s)."""
@@ -71,14 +71,20 @@ async def write_events(
     rest: AsyncGenerator[list[RunEvent], None],
     encode: Callable[[RunEvent], bytes],
     write: Callable[[bytes], Awaitable[None]],
+    pause_s: Callable[[], float] = lambda: 0.0,
 ) -> RunEvent:
-    """Write `first` and all the rest, one write for what comes together; return the last event."""
+    """Write `first` and all the rest, one write for what comes together; return the last event.
+
+    `pause_s` says how long to let text gather after a write of text.
+    """
     beats = KeepAlive(write)
     items = first
     try:
         while True:
             await write(b"".join(map(encode, items)))
             beats.written()
+            if isinstance(items[-1], Chunk) and (pause := pause_s()):
+                await asyncio.sleep(pause)
             following = await anext(rest, None)
             if following is None:
                 return items[-1]

@@ -246,7 +246,7 @@ async def test_streams_above_the_cap_are_refused_and_places_come_back() -> None:
         headers = {"x-api-key": "zg-good"}
         async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
             first = asyncio.create_task(client.post(INVOKE, json=body_of(INVOKE, False)))
-            while not app._streams:  # noqa: ASYNC110  a turn of the loop at a time
+            while not app._pace.streams:  # noqa: ASYNC110  a turn of the loop at a time
                 await asyncio.sleep(0)
             refused = await client.post(INVOKE, json=body_of(INVOKE, False))
             assert refused.status_code == 429
@@ -290,7 +290,7 @@ async def test_a_client_that_leaves_ends_the_run(server_cancels: bool) -> None:
             gone.set()
         await asyncio.wait([task])
         assert runner.left == 1
-        assert app._streams == 0
+        assert app._pace.streams == 0
 
 
 async def test_the_services_are_closed_with_the_server() -> None:
