@@ -37,6 +37,8 @@ def engine_environment(model: Model) -> dict[str, str]:
         # Several engines share the cores; vLLM would bind each to the same ones.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(int(model.cpus) or CPU_THREADS),
+        # Threads that spin while they wait would take the cores from the gateway and from each other.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     libgomp = torch_libgomp()
     if libgomp is not None:

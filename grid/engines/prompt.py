@@ -19,7 +19,15 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from grid.engines.base import Prepared
-from grid.engines.packing import check_room, documents_block, fitting, prompt_hash, split_system
+from grid.engines.packing import (
+    arranged,
+    check_room,
+    document_block,
+    fitting,
+    heading_block,
+    prompt_hash,
+    split_system,
+)
 from grid.errors import InternalError, InvalidRequest
 from grid.words import Message
 
@@ -71,21 +79,21 @@ class PromptBuilder:
         contents = [self._encode(system), *(self._encode(turn.text) for turn in turns)]
         shape = self._shape(roles, len(turns) < len(messages))
         check_room(_size(shape, contents), max_output_tokens, self._context_tokens)
-        blocks: list[list[int]] = []
         used = 0
         if documents:
             with_system = self._shape(roles, True)
+            heading, blocks = self._encode(heading_block(system)), []
 
             def sizes() -> Iterator[int]:
-                for index, document in enumerate(documents):
-                    blocks.append(self._encode(documents_block(index, document, after=system)))
+                for document in documents:
+                    blocks.append(self._encode(document_block(document)))
                     yield len(blocks[-1])
 
-            room = self._context_tokens - max_output_tokens - _size(with_system, contents)
-            used = fitting(sizes(), room)
+            taken = max_output_tokens + _size(with_system, contents) + len(heading)
+            used = fitting(sizes(), self._context_tokens - taken)
             if used:
                 shape = with_system
-                contents[0] = [*contents[0], *(token for block in blocks[:used] for token in block)]
+                contents[0] += arranged(heading, blocks[:used])
         ids: list[int] = []
         for piece in shape:
             ids += contents[piece] if isinstance(piece, int) else piece

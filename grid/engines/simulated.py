@@ -15,7 +15,15 @@ from grid.config import Model
 from grid.engines import simulated_text as text
 from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Step
 from grid.engines.batching import BLOCK_TOKENS, Batch, Request, Speed
-from grid.engines.packing import check_room, fitting, prompt_hash, split_system
+from grid.engines.packing import (
+    arranged,
+    check_room,
+    document_block,
+    fitting,
+    heading_block,
+    prompt_hash,
+    split_system,
+)
 from grid.errors import UnitLost
 from grid.hardware import catalogue
 from grid.words import UNKNOWN, FinishReason, Message, Precision
@@ -81,15 +89,17 @@ class SimulatedEngine:
         ids = text.render(messages)
         room = check_room(len(ids), max_output_tokens, context)
         system, _ = split_system(messages)
-        blocks: list[list[int]] = []
+        heading, blocks = text.encode(heading_block(system)), []
 
         def sizes() -> Iterator[int]:
-            for index, document in enumerate(documents):
-                blocks.append(text.document_ids(index, document, after=system))
+            for document in documents:
+                blocks.append(text.encode(document_block(document)))
                 yield len(blocks[-1])
 
-        used = fitting(sizes(), room)
-        prompt_ids = tuple(text.with_documents(ids, blocks[:used]))
+        used = fitting(sizes(), room - len(heading))
+        if used:
+            ids = text.with_context(ids, arranged(heading, blocks[:used]))
+        prompt_ids = tuple(ids)
         return Prepared(prompt_ids, prompt_hash(prompt_ids), used)
 
     def generate(self, generation: Generation) -> AsyncIterator[Step]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from grid.engines.packing import documents_block, split_system
+from grid.engines.packing import split_system
 from grid.words import Message
 
 MARK = "[simulated]"
@@ -77,16 +77,10 @@ def render(messages: Sequence[Message]) -> list[int]:
     return ids
 
 
-def document_ids(index: int, text: str, *, after: str) -> list[int]:
-    return encode(documents_block(index, text, after=after))
-
-
-def with_documents(prompt: Sequence[int], documents: Iterable[Sequence[int]]) -> list[int]:
-    """Return `prompt` with the documents at the end of its system message."""
-    end = next(
-        (i for i in range(1, len(prompt)) if len(VOCABULARY) <= prompt[i] < _FIRST_BYTES_ID), len(prompt)
-    )
-    return [*prompt[:end], *(token for document in documents for token in document), *prompt[end:]]
+def with_context(prompt: Sequence[int], context: Sequence[int]) -> list[int]:
+    """Return `prompt` with the context at the end of its system message, which always comes first."""
+    end = next(i for i in range(1, len(prompt)) if len(VOCABULARY) <= prompt[i] < _FIRST_BYTES_ID)
+    return [*prompt[:end], *context, *prompt[end:]]
 
 
 def answer_key(seed: int, prompt_hash: bytes, sampling_seed: int | None) -> int:

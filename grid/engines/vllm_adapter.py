@@ -16,10 +16,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from grid.engines import vllm_child
 from grid.engines.base import Generation
 from grid.engines.meter import Meter
 from grid.errors import GridError, InternalError, InvalidRequest, UnitLost
@@ -56,7 +58,13 @@ def build(arguments: dict[str, Any], meter: Meter) -> tuple[AsyncLLM, int]:
     def listener(config: VllmConfig, engine_index: int) -> StatLoggerBase:
         return _StepListener(meter)
 
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[listener])
+    # vLLM starts its process by this name, which is looked up when it does.
+    original = vars(EngineCoreProc)["run_engine_core"]
+    EngineCoreProc.run_engine_core = staticmethod(vllm_child.run_engine_core)
+    try:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[listener])
+    finally:
+        EngineCoreProc.run_engine_core = original
     cache = engine.vllm_config.cache_config
     return engine, int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 

@@ -1,6 +1,7 @@
 """Text given out in pieces is the text of the whole, whatever the ids: the decoder's one promise."""
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def pieces(detokenizer: Detokenizer, ids: list[int], cuts: list[int], emitted: i
     """Feed `ids` in runs that end at `cuts`; the first `emitted` come as already emitted."""
     stream = detokenizer.stream([1, 2, 3], ids[:emitted])
     bounds = [emitted, *sorted(cut for cut in cuts if emitted < cut < len(ids)), len(ids)]
-    out = [stream.feed(ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    out = [stream.feed(ids[a:b]) for a, b in pairwise(bounds)]
     return [*out, stream.finish()]
 
 

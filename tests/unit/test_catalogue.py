@@ -26,7 +26,7 @@ def test_product_names_are_recognised(nvml_name: str, known: str) -> None:
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest_names() -> None:
-    with pytest.raises(InvalidRequest, match="unknown GPU model 'H300'; did you mean .*H"):
+    with pytest.raises(InvalidRequest, match=r"unknown GPU model 'H300'; did you mean .*H"):
         catalogue.find("H300")
 
 

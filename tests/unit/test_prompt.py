@@ -61,7 +61,7 @@ def test_digits_are_taken_one_by_one_as_the_model_was_trained(tokenizer: Tokeniz
 
 @pytest.mark.parametrize("place", ["system", "user", "assistant", "document"])
 def test_no_text_can_forge_a_control_token(prompts: PromptBuilder, tokenizer: Tokenizer, place: str) -> None:
-    turns = {role: "fine" for role in ("system", "user", "assistant")}
+    turns = dict.fromkeys(("system", "user", "assistant"), "fine")
     documents = [HOSTILE] if place == "document" else []
     if place in turns:
         turns[place] = HOSTILE
@@ -73,12 +73,14 @@ def test_no_text_can_forge_a_control_token(prompts: PromptBuilder, tokenizer: To
     assert HOSTILE in whole(tokenizer, ids)
 
 
-def test_documents_come_best_first_and_whole(prompts: PromptBuilder, tokenizer: Tokenizer) -> None:
+def test_the_best_documents_are_taken_whole_and_the_best_is_nearest_to_the_question(
+    prompts: PromptBuilder, tokenizer: Tokenizer
+) -> None:
     documents = ["  The first. ", "The second.", "long " * 3000, "The fourth."]
     system = Message("system", "Use the context.")
     prompt = prompts.build([system, Message("user", "q")], documents, 100)
     assert prompt.documents_used == 2
-    expected = f"system\nUse the context.\n\n{CONTEXT_HEADING}\n\nThe first.\n\nThe second.<|im_end|>"
+    expected = f"system\nUse the context.\n\n{CONTEXT_HEADING}\n\nThe second.\n\nThe first.<|im_end|>"
     assert expected in whole(tokenizer, prompt.prompt_ids)
     assert "fourth" not in whole(tokenizer, prompt.prompt_ids)
 

@@ -121,8 +121,9 @@ async def test_streams_advance_together(bench: Bench) -> None:
     order: list[int] = []
 
     async def consume(number: int) -> None:
+        note = order.append
         async for _ in bench.engine.generate(await bench.generation(f"prompt {number}", 5)):
-            order.append(number)
+            note(number)
 
     await asyncio.gather(*(consume(number) for number in range(4)))
     assert sorted(order) == [number for number in range(4) for _ in range(5)]
@@ -156,11 +157,9 @@ async def test_a_crash_ends_every_stream_and_every_later_call(bench: Bench) -> N
     steps = bench.engine.generate(await bench.generation(tokens=1000))
     first = await anext(steps)
     bench.engine.crash("power cut")
-    received = [first]
+    assert first.finish_reason is None
     with pytest.raises(UnitLost, match="power cut"):
-        async for step in steps:
-            received.append(step)
-    assert len(received) < 1000
+        _ = [step async for step in steps]
     with pytest.raises(UnitLost):
         await bench.engine.check()
     with pytest.raises(UnitLost):

@@ -1,0 +1,34 @@
+"""What runs first in vLLM's EngineCore process. Imported by its parent for the name only.
+
+vLLM's own engine process outlives a parent that was killed, and keeps its memory, on a GPU the whole grant
+of the unit that is to replace it. So the kernel is asked to end it together with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """Stand in for `EngineCoreProc.run_engine_core`."""
+    die_with_parent()
+    from vllm.v1.engine.core import EngineCoreProc
+
+    EngineCoreProc.run_engine_core(*args, **kwargs)
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends, however it does. Linux only; elsewhere nothing happens."""
+    parent = multiprocessing.parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it ended before the kernel knew
+        os._exit(1)
