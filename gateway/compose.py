@@ -109,6 +109,8 @@ def _await_units(config: Config, supervisor: Any) -> list[str]:
 
 def down(address: str) -> dict[str, Any]:
     _join(address)
+    # Serve ends its proxy at once when it shuts down; deleting the application first lets streams finish.
+    serve.delete(SERVE_APP)
     serve.shutdown()  # type: ignore[no-untyped-call]
     try:
         ray.get(ray.get_actor("supervisor").stop_all.remote(), timeout=20)
