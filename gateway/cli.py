@@ -100,7 +100,7 @@ def down(config: ConfigFile = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def status(config: ConfigFile = None, key: Key = "", as_json: AsJson = False) -> None:
-    """Show the cell on this machine; with the operator's key, its units too."""
+    """Show the cell on this machine; with a key, its units too."""
     from gateway import launch
 
     with reporting(as_json):
@@ -188,7 +188,7 @@ def invoke(
 
 @app.command()
 def units(url: Url = DEFAULT_URL, key: Key = "", as_json: AsJson = False) -> None:
-    """List the units: what each owns, runs and has room for (operators only)."""
+    """List the units: what each owns, runs and has room for."""
     with reporting(as_json), _grid(url, key) as grid:
         listed = grid.units()
         if as_json:

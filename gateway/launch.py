@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -137,7 +138,8 @@ def up(config: Config, *, progress: Progress = lambda _line: None) -> CellInfo:
                 redis.start(environment)
             progress("starting Ray")
             head, ports = _start_ray(paths, environment, progress)
-            paths.config.write_text(config.model_dump_json())
+            # What was not set stays unset: some defaults depend on whether a key was given.
+            paths.config.write_text(config.model_dump_json(exclude_unset=True))
             outcome = _compose(paths, ["up", f"127.0.0.1:{ports['port']}"], environment, progress)
             info = CellInfo(
                 name=config.cell.name,
@@ -161,6 +163,8 @@ def up(config: Config, *, progress: Progress = lambda _line: None) -> CellInfo:
 
 
 def _prepare_folders(paths: Paths) -> None:
+    # Sockets and Ray's session of an earlier life; they were kept for whoever wants to read its logs.
+    shutil.rmtree(private_folder(paths.sockets))
     for folder in (paths.root, paths.run, paths.logs, paths.sockets):
         private_folder(folder)
     read_or_make_secret(secret_path(paths.root, LINK_KEY_FILE))
@@ -312,6 +316,7 @@ def down(config: Config, *, progress: Progress = lambda _line: None) -> bool:
             EmbeddedRedis(paths.root).stop()
         ended = _sweep(paths)
         paths.record.unlink(missing_ok=True)
+        shutil.rmtree(paths.sockets, ignore_errors=True)
         return record is not None or ended
 
 
@@ -328,6 +333,11 @@ def status(config: Config) -> dict[str, Any]:
         "processes": len(processes),
         "memory_mb": round(sum(_pss_bytes(p) for p in processes) / 1e6),
     }
+
+
+def processes(config: Config) -> list[psutil.Process]:
+    """Every process of the cell on this machine, whoever started it."""
+    return _marked(cell_paths(config))
 
 
 # --- processes ------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ DEFAULT_MODELS = (
         precision="fp32",
         cpus=1,
         memory_grant_mb=4096,
-        context_tokens=2048,
+        context_tokens=8192,
     ),
     Model(
         name="all-minilm-l6-v2",
