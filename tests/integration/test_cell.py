@@ -12,10 +12,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -73,7 +76,7 @@ def config() -> Iterator[Config]:
     )
     made = Config(
         cell=Cell(name="test", region="eu-central-1", state_dir=folder),
-        gateway=Gateway(port=free_port(), drain_s=2.0),
+        gateway=Gateway(port=free_port(), drain_s=30.0),
         models=(simulated, embedding),
     )
     yield made
@@ -207,12 +210,35 @@ def grid_command(*arguments: str) -> Any:
     return json.loads(finished.stdout)
 
 
+@contextmanager
+def long_answer(cell: launch.CellInfo) -> Iterator[Iterator[bytes]]:
+    """Yield the pieces of a streamed answer of about ten seconds, longer than a stop takes to begin."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 1500,
+        "stream": True,
+    }
+    headers = {"x-api-key": str(cell.tenant_key)}
+    with httpx.stream(
+        "POST", f"{cell.base_url}/v1/chat/completions", json=body, headers=headers, timeout=60
+    ) as answer:
+        assert answer.status_code == 200
+        yield answer.iter_bytes()
+
+
 def test_everything_survives_a_stop_and_a_start(cell: launch.CellInfo, config: Config) -> None:
     assert cell.tenant_key is not None
     with Grid(cell.base_url, cell.tenant_key) as grid:
         before = grid.pipeline("support").invoke("How do I reset my password?")
         pipeline_id = grid.pipeline("support").read()["pipeline_id"]
-    assert launch.down(config)
+    with long_answer(cell) as pieces:
+        assert b"data: " in next(pieces)
+        with ThreadPoolExecutor(1) as other:
+            stopping = other.submit(launch.down, config)
+            *_, last = pieces
+            assert last.endswith(b"data: [DONE]\n\n"), "a stream finishes while its cell stops"
+            assert stopping.result()
     assert marked(config) == []
     assert not launch.status(config)["running"]
     again = launch.up(config)
