@@ -137,7 +137,7 @@ def up(config: Config, *, progress: Progress = lambda _line: None) -> CellInfo:
                 redis = EmbeddedRedis(paths.root)
                 redis.start(environment)
             progress("starting Ray")
-            head, ports = _start_ray(paths, environment, progress)
+            head_pid, ports = _start_ray(paths, environment, progress)
             # What was not set stays unset: some defaults depend on whether a key was given.
             paths.config.write_text(config.model_dump_json(exclude_unset=True))
             outcome = _compose(paths, ["up", f"127.0.0.1:{ports['port']}"], environment, progress)
@@ -152,7 +152,7 @@ def up(config: Config, *, progress: Progress = lambda _line: None) -> CellInfo:
                 units=outcome.get("units", []),
                 seconds=round(time.monotonic() - started_at, 1),
             )
-            _write_record(paths, info, head, redis, ports)
+            _write_record(paths, info, head_pid, redis, ports)
         except BaseException:
             progress("stopping what was started")
             if redis is not None:
@@ -191,7 +191,7 @@ def _environment(config: Config, paths: Paths) -> dict[str, str]:
 
 def _start_ray(
     paths: Paths, environment: Mapping[str, str], progress: Progress
-) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
+) -> tuple[int, dict[str, int]]:
     """Start the head, a second time if need be.
 
     Its own limits are short (15 s for its agent's imports), so a machine that is busy for a moment fails it.
@@ -201,7 +201,8 @@ def _start_ray(
         head = _start_head(paths, ports, environment)
         try:
             _await_head(paths, ports["port"], head)
-            return head, ports
+            head.returncode = 0  # it outlives this object on purpose; from here on its pid is its handle
+            return head.pid, ports
         except InternalError:
             _end([head.pid], STOP_TIMEOUT_S)
             if attempt + 1 == RAY_STARTS:
@@ -417,14 +418,14 @@ def _read_record(paths: Paths) -> dict[str, Any] | None:
 def _write_record(
     paths: Paths,
     info: CellInfo,
-    head: subprocess.Popen[bytes],
+    head_pid: int,
     redis: EmbeddedRedis | None,
     ports: Mapping[str, int],
 ) -> None:
     record = {
         "info": {**info.as_dict(), "operator_key": None, "tenant_key": None},
         "address": f"127.0.0.1:{ports['port']}",
-        "ray": {"pid": head.pid, "created": psutil.Process(head.pid).create_time()},
+        "ray": {"pid": head_pid, "created": psutil.Process(head_pid).create_time()},
         "embedded_redis": redis is not None,
     }
     paths.record.write_text(json.dumps(record, indent=1))
