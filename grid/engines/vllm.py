@@ -105,6 +105,8 @@ class VLLMEngine:
             raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
         # vLLM would silently cut the answer short.
         check_room(tokens, sampling.max_output_tokens, self._model.context_tokens)
+        if self._llm is None:
+            raise UnitLost("the engine is not running")
         prompt, parameters = self._adapter.request(generation, self._end_ids)
         text = self._detokenizer.stream(generation.prompt.prompt_ids, emitted)
         stay = self._meter.joined(tokens, time.monotonic())
@@ -148,7 +150,7 @@ class VLLMEngine:
     async def close(self) -> None:
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
+            await asyncio.to_thread(self._adapter.shut_down, llm, SHUTDOWN_S)
 
     def _note_prefill(self, stay: Stay, output: Any) -> None:
         computed = stay.prompt_tokens - (output.num_cached_tokens or 0)

@@ -69,6 +69,13 @@ def build(arguments: dict[str, Any], meter: Meter) -> tuple[AsyncLLM, int]:
     return engine, int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
 
+def shut_down(engine: AsyncLLM, timeout_s: float) -> None:
+    """End the engine's process and its sockets. Blocks for up to `timeout_s`."""
+    context = engine.engine_core.resources.ctx
+    engine.shutdown(timeout=timeout_s)
+    context.destroy(linger=0)  # vLLM leaves that to the garbage collector
+
+
 def request(generation: Generation, end_ids: list[int]) -> tuple[TokensInput, SamplingParams]:
     """Return vLLM's own form of a generation. Raises InvalidRequest for parameters out of range."""
     sampling = generation.sampling

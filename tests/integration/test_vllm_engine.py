@@ -1,14 +1,19 @@
 """The real engine on the tiny random model: the code path is real, the text is gibberish."""
 
 import asyncio
+import gc
+import importlib.util
 import itertools
 import multiprocessing
 import os
+import re
 import signal
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
+import pytest_asyncio
 from support.models import CACHE, prepared
 
 from grid.config import Model
@@ -20,9 +25,8 @@ from grid.engines.vllm import VLLMEngine
 from grid.errors import ContextOverflow, InvalidRequest, UnitLost
 from grid.words import FinishReason, Message, Sampling
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
@@ -50,18 +54,29 @@ def environment() -> None:
     os.environ.update({k: v for k, v in engine_environment(MODEL).items() if k != "LD_PRELOAD"})
 
 
+async def closed(engine: VLLMEngine) -> None:
+    """Close the engine, and collect what vLLM leaves to the collector, which zmq warns about."""
+    await engine.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        await asyncio.sleep(0)
+        gc.collect()
+
+
 async def started() -> VLLMEngine:
     engine = build_engine(MODEL, CACHE)
     assert isinstance(engine, VLLMEngine)
-    await engine.start()
+    facts = await engine.start()
+    assert (facts.context_tokens, facts.simulated) == (MODEL.context_tokens, False)
+    assert re.fullmatch(r"vllm-[\d.]+/cpu-\w+-\w+/fp32/[0-9a-f]{16}", facts.fingerprint)
     return engine
 
 
-@pytest.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(environment: None) -> AsyncIterator[VLLMEngine]:
     one = await started()
     yield one
-    await one.close()
+    await closed(one)
 
 
 async def generation(
@@ -189,9 +204,8 @@ async def test_seeded_sampling_repeats_itself(engine: VLLMEngine) -> None:
     assert one == again != other
 
 
-async def test_the_fingerprint_names_kernels_precision_and_weights(engine: VLLMEngine) -> None:
-    facts = await asyncio.to_thread(lambda: engine.load())
-    assert facts.kv_tokens_total >= 1024
+async def test_a_healthy_engine_says_so(engine: VLLMEngine) -> None:
+    assert engine.load().kv_tokens_total >= MODEL.context_tokens
     await engine.check()
 
 
@@ -210,4 +224,4 @@ async def test_a_dead_engine_process_ends_its_streams_with_unit_lost(environment
     with pytest.raises(UnitLost):
         await run(engine, "after", 2)
     assert engine.load().running + engine.load().waiting == 0
-    await engine.close()
+    await closed(engine)

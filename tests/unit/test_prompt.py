@@ -1,12 +1,11 @@
 """The real tokenizer and chat template of the demo's model."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from support.models import prepared
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from grid.engines.models import SMOLLM2_TOKENIZER
 from grid.engines.packing import CONTEXT_HEADING
@@ -156,43 +155,65 @@ def test_bad_roles_are_refused(prompts: PromptBuilder) -> None:
         prompts.build([], [], 10)
 
 
-def with_template(folder: Path, target: Path, template: str) -> PromptBuilder:
-    shutil.copytree(folder, target, dirs_exist_ok=True)
-    (target / "chat_template.jinja").write_text(template)
-    return PromptBuilder(target, CONTEXT_TOKENS)
+# --- other models: a small byte-level tokenizer, and what may be wrong with it or its template -----------
 
 
-def test_what_a_template_refuses_is_the_callers_mistake(folder: Path, tmp_path: Path) -> None:
-    prompts = with_template(folder, tmp_path, "{{ raise_exception('roles must alternate') }}")
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A model folder with one token a byte."""
+    control = ["<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate([*control, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(control)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def with_template(folder: Path, template: str) -> PromptBuilder:
+    (folder / "chat_template.jinja").write_text(template)
+    return PromptBuilder(folder, CONTEXT_TOKENS)
+
+
+def test_what_a_template_refuses_is_the_callers_mistake(small: Path) -> None:
+    prompts = with_template(small, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         prompts.build([Message("user", "q")], [], 10)
 
 
-def test_a_template_that_hides_a_message_is_not_used_silently(folder: Path, tmp_path: Path) -> None:
-    prompts = with_template(folder, tmp_path, "{{ messages[-1].content }}")
+def test_a_template_that_hides_a_message_is_not_used_silently(small: Path) -> None:
+    prompts = with_template(small, "{{ messages[-1].content }}")
     assert prompts.build([Message("user", "q")], [], 10).prompt_ids
     with pytest.raises(InvalidRequest, match="exactly once"):
         prompts.build([Message("system", "s"), Message("user", "q")], [], 10)
 
 
-def test_a_template_can_not_leave_its_sandbox(folder: Path, tmp_path: Path) -> None:
-    prompts = with_template(folder, tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+def test_a_template_can_not_leave_its_sandbox(small: Path) -> None:
+    prompts = with_template(small, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequest):
         prompts.build([Message("user", "q")], [], 10)
 
 
-def test_a_model_without_chat_template_is_named(folder: Path, tmp_path: Path) -> None:
-    shutil.copy(folder / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+def test_a_model_without_chat_template_is_named(small: Path) -> None:
+    (small / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     with pytest.raises(InternalError, match="no chat template"):
-        PromptBuilder(tmp_path, CONTEXT_TOKENS)
+        PromptBuilder(small, CONTEXT_TOKENS)
 
 
-def test_control_tokens_that_are_not_marked_special_are_still_kept_out(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    spec = json.loads((folder / "tokenizer.json").read_text())
+def test_control_tokens_that_are_not_marked_special_are_still_kept_out(small: Path) -> None:
+    spec = json.loads((small / "tokenizer.json").read_text())
     for token in spec["added_tokens"]:
         token["special"] = False
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    ids = PromptBuilder(tmp_path, CONTEXT_TOKENS).build([Message("user", HOSTILE)], [], 10).prompt_ids
-    assert ids.count(IM_START) == 3
+    (small / "tokenizer.json").write_text(json.dumps(spec))
+    prompts = with_template(small, "<|im_start|>{{ messages[0].content }}<|im_end|>")
+    ids = prompts.build([Message("user", HOSTILE)], [], 10).prompt_ids
+    assert [token for token in ids if token < 2] == [0, 1]
+
+
+def test_without_a_bound_long_prompts_are_tokenised_and_refused_all_the_same(small: Path) -> None:
+    spec = json.loads((small / "tokenizer.json").read_text())
+    spec["normalizer"] = {"type": "Lowercase"}
+    (small / "tokenizer.json").write_text(json.dumps(spec))
+    prompts = with_template(small, "{{ messages[0].content }}")
+    with pytest.raises(ContextOverflow, match="has 5000 tokens"):
+        prompts.build([Message("user", "X" * 5000)], [], 10)
