@@ -1,21 +1,21 @@
 """The error tree. Errors cross the link as (code, message, details), never as pickles.
 
-    GridError
-    ├── InvalidRequest      the caller's mistake; `param` names the field
-    │   ├── ContextOverflow     the prompt can't fit; carries the counts
-    │   └── NotFound            unknown or foreign id; the two answer alike
-    ├── Unauthorised        no key, or a wrong one
-    ├── Forbidden           residency or policy
-    ├── Conflict            the state of a resource forbids it
-    │   └── IdempotencyReused   the same idempotency key came with another body
-    ├── Rejected            work never began
-    │   ├── NoEligibleUnit      no unit can run it now; says what would have to change
-    │   └── Saturated           bounded queues are full; `retry_after_s` says when to come back
-    ├── Interrupted         after work began
-    │   ├── UnitLost
-    │   ├── DeadlineExceeded
-    │   └── Cancelled           the client left
-    └── InternalError       a bug or a broken part of the cell
+GridError
+├── InvalidRequest      the caller's mistake; `param` names the field
+│   ├── ContextOverflow     the prompt can't fit; carries the counts
+│   └── NotFound            unknown or foreign id; the two answer alike
+├── Unauthorised        no key, or a wrong one
+├── Forbidden           residency or policy
+├── Conflict            the state of a resource forbids it
+│   └── IdempotencyReused   the same idempotency key came with another body
+├── Rejected            work never began
+│   ├── NoEligibleUnit      no unit can run it now; says what would have to change
+│   └── Saturated           bounded queues are full; `retry_after_s` says when to come back
+├── Interrupted         after work began
+│   ├── UnitLost
+│   ├── DeadlineExceeded
+│   └── Cancelled           the client left
+└── InternalError       a bug or a broken part of the cell
 """
 
 from __future__ import annotations
@@ -132,7 +132,12 @@ ERRORS: dict[str, type[GridError]] = {
 
 
 def revive(
-    code: str, message: str, *, param: str = "", retry_after_s: float = 0.0, details: dict[str, Any] | None = None
+    code: str,
+    message: str,
+    *,
+    param: str = "",
+    retry_after_s: float = 0.0,
+    details: dict[str, Any] | None = None,
 ) -> GridError:
     """Return the error that `code` names; an unknown code (a newer peer's) becomes InternalError."""
     error = ERRORS.get(code, InternalError)(message, param=param, retry_after_s=retry_after_s)
