@@ -30,7 +30,9 @@ def private_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise InternalError(f"{folder} is not a folder of this user; remove it, or set cell.state_dir elsewhere")
+        raise InternalError(
+            f"{folder} is not a folder of this user; remove it, or set cell.state_dir elsewhere"
+        )
     if stat.S_IMODE(facts.st_mode) & 0o077:
         folder.chmod(0o700)
     return folder

@@ -192,7 +192,7 @@ class PlacementActor:
 
     def _refuse(self, peer: Peer, message: WireMessage, error: GridError) -> None:
         refused = Refused(
-            message[0], error.code, error.message, error.param, error.retry_after_s, error.details
+            message.stream, error.code, error.message, error.param, error.retry_after_s, error.details
         )
         peer.send(refused)
 

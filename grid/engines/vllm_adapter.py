@@ -27,7 +27,7 @@ from grid.engines.meter import Meter
 from grid.errors import GridError, InternalError, InvalidRequest, UnitLost
 
 
-class _StepListener(StatLoggerBase):
+class _StepListener(StatLoggerBase):  # type: ignore[misc]  # vLLM is not followed
     """Tells a Meter of every engine step."""
 
     def __init__(self, meter: Meter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import ray
@@ -9,6 +10,7 @@ import ray
 from grid.config import Config, Model
 from grid.units import machine
 from grid.units.actor import Site, UnitActor
+from grid.words import UnitCard
 
 NAMESPACE = "zerogrid"
 PLACEMENT = "placement"
@@ -32,6 +34,13 @@ class RayUnit(UnitActor):
         super().__init__(
             config, model, unit_id, site, resolve_placement=resolve_placement, end_process=os._exit
         )
+
+    async def start(self) -> UnitCard:
+        ready = await super().start()
+        # What is there now stays; without this the collector walks over it again and again.
+        gc.collect()
+        gc.freeze()
+        return ready
 
     async def ping(self) -> None:
         """Answer: the process is up and its loop turns."""

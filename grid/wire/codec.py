@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import msgpack
 import msgspec
 
 from grid.errors import TooLarge
@@ -191,14 +192,14 @@ def _check_json(value: Any, nesting: int) -> None:
 # --- fields that a newer release appended -----------------------------------------------------
 
 
-_decode_untyped = msgspec.msgpack.Decoder(Annotated[list[list[Any]], msgspec.Meta(max_length=MAX_RUN)]).decode
-
-
 def _trimmed(run: memoryview, message: Any) -> bytes | None:
-    """Return the run without the fields that we don't know, or None if it has none."""
-    values = _decode_untyped(run)
-    known = [_known(item, message) for item in values]
-    return None if known == values else msgspec.msgpack.encode(known)
+    """Return the run without the fields that we don't know, or None if it has none (or is no run at all)."""
+    try:
+        values = msgpack.unpackb(run, strict_map_key=False)
+        known = [_known(item, message) for item in values]
+        return None if known == values else msgpack.packb(known)
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 def _known(value: Any, hint: Any) -> Any:
@@ -214,8 +215,7 @@ def _known(value: Any, hint: Any) -> Any:
 
 
 def _field_types(record: Any) -> list[Any]:
-    hints = typing.get_type_hints(record)
-    return [hints[name] for name in record._fields]
+    return list(typing.get_type_hints(record).values())
 
 
 _READERS: dict[int, _Reader] = {kind: _reader(message) for kind, message in KINDS.items()}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
+
 from grid.words import Decision, FleetUnit, Message, PlacementRequest, Sampling, UnitCard, UnitLoad
 
 PROTOCOL_VERSION = 1
@@ -176,13 +178,19 @@ class Refused(NamedTuple):
     details: dict[str, Any] = {}  # noqa: RUF012  a NamedTuple default is never mutated
 
 
-class Tokens(NamedTuple):
+class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Most of the traffic, so not a NamedTuple: three times faster to make, and the garbage collector, which
+    would go through every token that waits for a reader, never sees it. The bytes are the same."""
+
     stream: int
     attempt: int
     first_index: int
     ids: tuple[int, ...]
     text: str
     """What these ids complete; may be empty inside a multi-byte character."""
+
+    def _replace(self, **changes: Any) -> Tokens:
+        return msgspec.structs.replace(self, **changes)
 
 
 class Progress(NamedTuple):

@@ -74,7 +74,7 @@ class Link(Peer):
         decoded_bytes = self._decoder.decoded_bytes
         overdue: set[LinkStream] = set()
         for message in messages:
-            stream = streams.get(message[0])
+            stream = streams.get(message.stream)
             if stream is None:
                 self._take(message)
                 continue

@@ -58,7 +58,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 def records(record: Any) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(record)
-    return st.tuples(*(values(hints[name]) for name in record._fields)).map(record._make)
+    return st.builds(record, *(values(hint) for hint in hints.values()))
 
 
 MESSAGES: st.SearchStrategy[WireMessage] = st.one_of(*map(records, KINDS.values()))
@@ -138,7 +138,7 @@ def frame(kind: int, run: bytes) -> bytes:
     [
         (b"", "Tokens: "),
         (b"\x90", "Tokens: Expected `array` of length >= 1"),
-        (b"\x91\x94\x01\x01\x01\x90", "Tokens: Expected `array` of length 5"),
+        (b"\x91\x94\x01\x01\x01\x90", "Tokens: Expected `array` of at least length 5"),
         (b"\x91\x95\x01\xc3\x01\x90\xa0", "Tokens: Expected `int`, got `bool`"),
         (b"\x91\x95\x01\x01\x01\x91\xa1a\xa0", "Tokens: Expected `int`, got `str`"),
         (b"\x91\x95\x01\x01\x01\x90\xa1\xff", "Tokens: Invalid UTF-8"),
