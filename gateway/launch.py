@@ -321,6 +321,20 @@ def down(config: Config, *, progress: Progress = lambda _line: None) -> bool:
         return record is not None or ended
 
 
+@contextlib.contextmanager
+def ray_head(config: Config) -> Iterator[str]:
+    """Yield the address of a Ray head with a cell's settings and nothing on it; for benchmarks and tests."""
+    paths = cell_paths(config)
+    with _exclusive(paths):
+        _prepare_folders(paths)
+        try:
+            _pid, ports = _start_ray(paths, _environment(config, paths), lambda _line: None)
+            yield f"127.0.0.1:{ports['port']}"
+        finally:
+            _sweep(paths)
+            shutil.rmtree(paths.sockets, ignore_errors=True)
+
+
 def status(config: Config) -> dict[str, Any]:
     """What this machine knows of the cell without asking it: processes, addresses, memory in MB."""
     paths = cell_paths(config)

@@ -124,6 +124,8 @@ class EmbeddedRedis:
                 _ended(process, STOP_TIMEOUT_S)
             self.socket.unlink(missing_ok=True)
             self._pid_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # where Ray has its sockets as well, the folder stays
+                self.socket.parent.rmdir()
             return True
 
     @property
