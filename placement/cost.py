@@ -41,6 +41,9 @@ PRESSURE_FROM_FREE_SHARE = 0.10
 MAX_MS_PER_TOKEN = 60_000.0
 """A minute a token is broken, not slow; the cap keeps every product finite."""
 
+_ONE = np.array(1)
+"""Next to a small array, an array of no dimensions costs half of what a plain number does."""
+
 
 def prefill_ms_per_token(card: UnitCard) -> float:
     rate = card.prefill_tokens_per_s if card.prefill_tokens_per_s > 0 else DEFAULT_PREFILL_TOKENS_PER_S
@@ -66,7 +69,7 @@ def expected_kv_tokens(request: PlacementRequest) -> int:
 
 
 class Costs(NamedTuple):
-    """One array a part, one entry a row that was asked for; finite and not negative."""
+    """One array a part, one entry a row that was asked for."""
 
     network_ms: Floats
     queue_ms: Floats
@@ -76,45 +79,45 @@ class Costs(NamedTuple):
 
     @property
     def total_ms(self) -> Floats:
+        """Asserts that every part is finite and none negative."""
         total: Floats = self.network_ms + self.queue_ms + self.prefill_ms + self.decode_ms + self.pressure_ms
+        # Of numbers that are not negative the sum is finite only if all are; a NaN fails both tests.
+        assert np.minimum.reduce(total) >= 0.0, "a cost is negative or not a number"
+        assert math.isfinite(np.add.reduce(total)), "a cost is not a finite number"
         return total
 
 
 def predict(request: PlacementRequest, columns: Columns, rows: Ints) -> Costs:
-    """Return the predicted costs of `request` on the units at `rows`, in that order."""
-    output_tokens = expected_output_tokens(request)
-    prefill_ms_per_token = columns.prefill_ms_per_token[rows]
-    load = columns.load[rows]
-    max_running = columns.max_running[rows]
+    """Return the predicted costs of `request` on the units at `rows` (ascending, one or more)."""
+    output_tokens, kv_tokens = expected_output_tokens(request), expected_kv_tokens(request)
+    # All rows are looked at in place; only a part of them must be copied out.
+    at = slice(None) if len(rows) == columns.size else rows
+    prefill_ms_per_token = columns.prefill_ms_per_token[at]
+    load_with_us = columns.load[at] + _ONE
+    max_running = columns.max_running[at]
 
-    batch = np.minimum(load + 1, max_running)
-    step_ms = columns.decode_ms_per_token[rows] * (1.0 + columns.batch_growth[rows] * (batch - 1))
+    batch = np.minimum(load_with_us, max_running)
+    step_ms = columns.decode_ms_per_token[at] * (_ONE + columns.batch_growth[at] * (batch - _ONE))
     decode_ms = output_tokens * step_ms
 
     # With all slots taken, one frees each time a request ends: `max_running` of them end per decode_ms.
-    must_end_first = np.maximum(load + 1 - max_running, 0)
+    must_end_first = load_with_us - batch
     slot_wait_ms = must_end_first * decode_ms / max_running
-    tokens_ahead = columns.prefill_tokens_queued[rows] + columns.unseen_prompt_tokens[rows]
+    tokens_ahead = columns.prefill_tokens_queued[at] + columns.unseen_prompt_tokens[at]
     queue_ms = tokens_ahead * prefill_ms_per_token + slot_wait_ms
 
-    kv_tokens = expected_kv_tokens(request)
-    kv_total = columns.kv_tokens_total[rows]
-    kv_left = columns.kv_tokens_free[rows] - columns.unseen_kv_tokens[rows] - kv_tokens
-    free_share = kv_left / np.maximum(kv_total, 1)
-    eviction = np.clip(1.0 - free_share / PRESSURE_FROM_FREE_SHARE, 0.0, 1.0) * (kv_total > 0)
+    kv_total = columns.kv_tokens_total[at]
+    kv_left = columns.kv_tokens_free[at] - columns.unseen_kv_tokens[at] - kv_tokens
+    free_share = kv_left / np.maximum(kv_total, _ONE)
+    pressure_ms = np.zeros(len(rows))
+    if np.minimum.reduce(free_share) < PRESSURE_FROM_FREE_SHARE:
+        squeeze = np.minimum(np.maximum(1.0 - free_share / PRESSURE_FROM_FREE_SHARE, 0.0), 1.0)
+        eviction = squeeze * (kv_total > 0)
+        pressure_ms = eviction * kv_tokens * prefill_ms_per_token
 
-    costs = Costs(
-        network_ms=np.full(len(rows), ROUND_TRIP_MS),
-        queue_ms=queue_ms,
-        prefill_ms=request.prompt_tokens * prefill_ms_per_token,
-        decode_ms=decode_ms,
-        pressure_ms=eviction * kv_tokens * prefill_ms_per_token,
-    )
-    # Of numbers that are not negative the sum is finite only if all are; a NaN fails both tests.
-    total_ms = costs.total_ms
-    assert np.minimum.reduce(total_ms, initial=0.0) >= 0.0, "a cost is negative or not a number"
-    assert math.isfinite(np.add.reduce(total_ms)), "a cost is not a finite number"
-    return costs
+    network_ms = np.empty(len(rows))
+    network_ms.fill(ROUND_TRIP_MS)
+    return Costs(network_ms, queue_ms, request.prompt_tokens * prefill_ms_per_token, decode_ms, pressure_ms)
 
 
 def slot_wait_ms(columns: Columns, rows: Ints) -> float:

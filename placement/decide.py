@@ -46,8 +46,8 @@ def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Rand
     if not len(sifted.rows):
         raise _refusal(question, sifted)
     costs = cost.predict(request, view.columns, sifted.rows)
-    order = _best_first(question, sifted.rows, costs, rng)
-    candidates = tuple(_candidate(view, int(sifted.rows[index]), costs, int(index)) for index in order)
+    order = _best_first(_keys(question, sifted.rows, costs), rng)
+    candidates = tuple(_candidate(view, sifted.rows.item(index), costs, index) for index in order)
     return Decision(
         reservation_id=request.reservation_id,
         chosen=candidates[0],
@@ -69,32 +69,36 @@ def _check(request: PlacementRequest) -> None:
             raise InvalidRequest(f"{field} is {count!r}; 0 to {MAX_COUNT - 1} is allowed", param=field)
 
 
-def _tiers(question: Question, rows: Ints, wait_ms: Floats) -> Ints:
-    """Return each row's region tier, lower first."""
-    view, preferred = question.view, question.request.prefer_regions
+def _keys(question: Question, rows: Ints, costs: cost.Costs) -> Floats:
+    """Return what to order rows by: the region tier, lower first, and in a tier the cost."""
+    view, preferred, total_ms = question.view, question.request.prefer_regions, costs.total_ms
     if not preferred:
-        return np.zeros(len(rows), np.int64)
-    region = view.columns.region[rows]
-    tier = np.full(len(rows), len(preferred), np.int64)
+        return total_ms
+    tiers = view.remembered(("tiers", preferred), lambda: _region_tiers(view, preferred))
+    waits = costs.network_ms + costs.queue_ms > view.rules.prefer_region_wait_ms
+    tier = tiers[rows]
+    tier[waits] = len(preferred) + 1
+    key: Floats = total_ms + tier * (np.maximum.reduce(total_ms) + 1.0)
+    return key
+
+
+def _region_tiers(view: View, preferred: tuple[str, ...]) -> Ints:
+    """Return every unit's place in `preferred`, the earliest of a region that is named twice."""
+    tier = np.full(view.columns.size, len(preferred), np.int64)
     for index in reversed(range(len(preferred))):
-        tier[region == view.regions.number(preferred[index])] = index
-    tier[wait_ms > view.rules.prefer_region_wait_ms] = len(preferred) + 1
+        tier[view.columns.region == view.regions.number(preferred[index])] = index
     return tier
 
 
-def _best_first(question: Question, rows: Ints, costs: cost.Costs, rng: random.Random) -> list[int]:
-    """Return indices into `rows`: the pick, then the next best."""
-    total_ms = costs.total_ms
-    tier = _tiers(question, rows, costs.network_ms + costs.queue_ms)
-    key = total_ms + tier * (total_ms.max() + 1.0)
-    ties = np.flatnonzero(key <= key.min() + TIE_MS)
-    pick = int(ties[rng.randrange(len(ties))])
+def _best_first(key: Floats, rng: random.Random) -> list[int]:
+    """Return indices into `key`, lowest first: the pick, then the next best."""
+    ties = (key <= np.minimum.reduce(key) + TIE_MS).nonzero()[0]
+    pick = ties.item(rng.randrange(len(ties)))
     # One more than the next best, because the pick may be among them.
-    shortlist = np.arange(len(key))
-    if len(key) > NEXT_BEST + 1:
-        shortlist = np.argpartition(key, NEXT_BEST)[: NEXT_BEST + 1]
-    ordered = shortlist[np.argsort(key[shortlist], kind="stable")]
-    return [pick, *(int(index) for index in ordered if index != pick)][: NEXT_BEST + 1]
+    some = key.argpartition(NEXT_BEST)[: NEXT_BEST + 1] if len(key) > NEXT_BEST + 1 else np.arange(len(key))
+    shortlist = some.tolist()
+    shortlist.sort(key=key.item)
+    return [pick, *(index for index in shortlist if index != pick)][: NEXT_BEST + 1]
 
 
 def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate:
@@ -109,11 +113,11 @@ def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate
         precision=card.precision,
         gpu_type=card.gpu_type,
         simulated=card.simulated,
-        network_ms=float(costs.network_ms[index]),
-        queue_ms=float(costs.queue_ms[index]),
-        prefill_ms=float(costs.prefill_ms[index]),
-        decode_ms=float(costs.decode_ms[index]),
-        pressure_ms=float(costs.pressure_ms[index]),
+        network_ms=costs.network_ms.item(index),
+        queue_ms=costs.queue_ms.item(index),
+        prefill_ms=costs.prefill_ms.item(index),
+        decode_ms=costs.decode_ms.item(index),
+        pressure_ms=costs.pressure_ms.item(index),
         cu_factor=card.cu_factor,
     )
 

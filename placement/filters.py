@@ -2,17 +2,20 @@
 
 RULES is the whole table, in the order in which it is applied: a unit is rejected by the first rule that it
 breaks. First what a unit is (waiting won't change it), then what state it is in, last whether it has room.
-Each rule answers for all units at once; its sentence is made only for rejections that someone reads.
+Each rule answers for all units at once; its sentence is made only for rejections that someone reads. What
+the rules before the momentary ones answer is remembered on the view: requests of one step ask the same.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from grid.words import PlacementRequest, Precision, Rejection, Task, UnitState
 from placement.columns import Ints, Mask
@@ -53,8 +56,20 @@ class Question:
         self.view = view
         self.now_s = now_s
         self.model = view.rules.model(request.model)
-        self.avoided = avoided_names(request.avoid_models, view.rules.aliases)
         self.fresh, self.mass_stale = view.fresh(now_s)
+
+    @cached_property
+    def avoided(self) -> frozenset[str]:
+        return avoided_names(self.request.avoid_models, self.view.rules.aliases)
+
+    @property
+    def standing(self) -> Hashable:
+        """All that rules which are not momentary may read of a request."""
+        asked = self.request
+        return (
+            *(asked.task, asked.model, asked.avoid_models, asked.allowed_regions, asked.lowest_precision),
+            *(asked.min_memory_mb, asked.max_output_tokens, asked.exclude_units),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,9 @@ class Rule:
     """Why the unit at a row does not pass: the numbers, and what would have to change."""
     lasting: bool = False
     """About what the unit is: an idle fleet would answer the same."""
+    momentary: bool = False
+    """May change with time, a sample or a reservation. The others read no more than the view's cards, states
+    and drains, and of the request what `Question.standing` holds; they come first."""
 
 
 def _avoids(question: Question, model: str) -> str:
@@ -206,7 +224,7 @@ def _draining_detail(q: Question, row: int) -> str:
 
 
 def _healthy(q: Question) -> Mask:
-    return ~q.view.suspect(q.now_s)
+    return q.view.healthy(q.now_s)
 
 
 def _healthy_detail(q: Question, row: int) -> str:
@@ -249,9 +267,9 @@ RULES: dict[str, Rule] = {
     "excluded": Rule("units that an earlier attempt failed on", _excluded, _excluded_detail),
     "state": Rule("started, and not failed", _state, _state_detail),
     "draining": Rule("not draining", _draining, _draining_detail),
-    "unhealthy": Rule("not failing again and again", _healthy, _healthy_detail),
-    "stale": Rule("a sample that is fresh; else it counts as saturated", _fresh, _fresh_detail),
-    "saturated": Rule("a place among running and waiting", _room, _room_detail),
+    "unhealthy": Rule("not failing again and again", _healthy, _healthy_detail, momentary=True),
+    "stale": Rule("a sample that is fresh; else saturated", _fresh, _fresh_detail, momentary=True),
+    "saturated": Rule("a place among running and waiting", _room, _room_detail, momentary=True),
 }
 
 REASONS: dict[str, str] = {code: rule.summary for code, rule in RULES.items()}
@@ -261,6 +279,8 @@ WAITING_HELPS = ("stale", "saturated")
 """A unit rejected by one of these passes every other rule: the request has only come too early."""
 
 _CODES = tuple(RULES)
+_STANDING = [(index, rule) for index, rule in enumerate(RULES.values()) if not rule.momentary]
+_MOMENTARY = [(index, rule) for index, rule in enumerate(RULES.values()) if rule.momentary]
 
 
 class Sifted(NamedTuple):
@@ -268,7 +288,7 @@ class Sifted(NamedTuple):
 
     rows: Ints
     """Units that pass, ascending."""
-    broken: Ints
+    broken: npt.NDArray[np.int8]
     """For every unit the index of the rule that it breaks, -1 for none; shape (units,)."""
     counts: tuple[tuple[str, int], ...]
     """Codes with at least one unit, in the table's order."""
@@ -284,20 +304,35 @@ class Sifted(NamedTuple):
 
 
 def sift(question: Question) -> Sifted:
-    """Apply every rule to every unit."""
+    """Apply every rule to every unit. The arrays are shared between calls: write to none."""
+    return _apply(_MOMENTARY, question, _standing(question))
+
+
+def _standing(question: Question) -> Sifted:
+    """Return the outcome of the rules that are not momentary, worked out once for all who ask the same."""
     size = question.view.columns.size
-    left, broken, counts = np.ones(size, np.bool_), np.full(size, -1, np.int64), []
-    for index, (code, rule) in enumerate(RULES.items()):
+    return question.view.remembered(
+        question.standing,
+        lambda: _apply(_STANDING, question, Sifted(np.arange(size), np.full(size, -1, np.int8), ())),
+    )
+
+
+def _apply(rules: list[tuple[int, Rule]], question: Question, before: Sifted) -> Sifted:
+    """Apply `rules` to the units that passed those before; return `before` itself if all still pass."""
+    size = question.view.columns.size
+    broken, counts = before.broken, list(before.counts)
+    for index, rule in rules:
         passes = rule.passes(question)
         if passes is None or np.count_nonzero(passes) == size:
             continue
-        failed = left & ~passes
+        failed = (broken < 0) & ~passes
         count = int(np.count_nonzero(failed))
         if count:
-            broken[failed] = index
-            left &= passes
-            counts.append((code, count))
-    return Sifted(np.flatnonzero(left), broken, tuple(counts))
+            broken = np.where(failed, np.int8(index), broken)
+            counts.append((_CODES[index], count))
+    if broken is before.broken:
+        return before
+    return Sifted(np.flatnonzero(broken < 0), broken, tuple(counts))
 
 
 def rejections(question: Question, sifted: Sifted) -> tuple[Rejection, ...]:

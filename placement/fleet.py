@@ -17,8 +17,9 @@ ended comes back. Bounded by MAX_UNITS and their capacities.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,6 +33,12 @@ from placement.reservations import Ledger, Reservation
 
 MAX_UNITS = 100_000
 """Ten times what one cell is built for; beyond it, registration is refused."""
+
+MAX_REMEMBERED = 64
+"""Answers kept for readers, two for each of the steps that a cell mostly serves. One takes up to 9 bytes a
+unit, so all take 58 MB in the largest fleet."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class View:
         self._ledger = Ledger()
         self._drained: set[str] = set()
         self._clock = freshness.ObservedClock(now_s)
+        self._remembered: dict[Hashable, Any] = {}
 
     # --- membership -------------------------------------------------------------------------
 
@@ -100,7 +108,7 @@ class View:
             if reservation.incarnation != card.incarnation:
                 self._ledger.pop(reservation.reservation_id)
         self._append(card, link)
-        self.version += 1
+        self._changed()
 
     def leave(self, link: int) -> tuple[str, ...]:
         """Take out every unit that announced itself on `link`; return their ids.
@@ -111,7 +119,7 @@ class View:
         for unit_id in gone:
             self._remove(unit_id)
         if gone:
-            self.version += 1
+            self._changed()
         return gone
 
     def drain(self, unit_id: str, draining: bool) -> bool:
@@ -122,8 +130,12 @@ class View:
         (self._drained.add if draining else self._drained.discard)(unit_id)
         if row is not None and bool(self.columns.drained[row]) != draining:
             self.columns.drained[row] = draining
-            self.version += 1
+            self._changed()
         return True
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._remembered.clear()
 
     def _append(self, card: UnitCard, link: int) -> None:
         columns, row = self.columns, self.columns.append()
@@ -185,7 +197,10 @@ class View:
         columns, unit = self.columns, self.units[row]
         if load.state != columns.state[row]:
             columns.state[row] = load.state
-            self.version += 1
+            self._changed()
+        if columns.sampled_s[row] == -np.inf:
+            # Until its first sample a unit is silent, whatever its state; gateways see no difference.
+            self._remembered.clear()
         unit.load = load
         columns.sampled_s[row] = observed_s
         # A unit still preparing a prompt holds its reservation before its engine counts the request.
@@ -304,6 +319,17 @@ class View:
     def row(self, unit_id: str) -> int | None:
         return self._rows.get(unit_id)
 
+    def remembered(self, key: Hashable, work_out: Callable[[], T]) -> T:
+        """Return what `work_out` answers, asked anew only when a card, a state or a drain changed.
+
+        Nothing else may go into the answer, and nobody may write to it.
+        """
+        if key not in self._remembered:
+            if len(self._remembered) >= MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+            self._remembered[key] = work_out()
+        return cast(T, self._remembered[key])
+
     def fresh(self, now_s: float) -> tuple[Mask, bool]:
         """Return which units' samples can be trusted, and whether most went stale together."""
         return freshness.fresh(self.columns.sampled_s, self._clock.read(now_s), self.rules.stale_after_s)
@@ -311,9 +337,9 @@ class View:
     def suspect_for_s(self, row: int, now_s: float) -> float:
         return float(self.columns.suspect_until_s[row]) - self._clock.read(now_s)
 
-    def suspect(self, now_s: float) -> Mask:
-        suspect: Mask = self.columns.suspect_until_s > self._clock.read(now_s)
-        return suspect
+    def healthy(self, now_s: float) -> Mask:
+        healthy: Mask = self.columns.suspect_until_s <= self._clock.read(now_s)
+        return healthy
 
     def sample_age_s(self, row: int, now_s: float) -> float:
         """Age of the newest sample in observed time; inf before the first."""

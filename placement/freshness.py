@@ -42,8 +42,10 @@ def fresh(sampled_s: Floats, observed_s: float, stale_after_s: float) -> tuple[M
     together when more than half of the reporting units have a stale sample and these samples lie within
     one `stale_after_s`; then all of them are trusted, because units don't fail like that.
     """
-    reported = sampled_s > -np.inf
     recent = sampled_s >= observed_s - stale_after_s
+    if np.count_nonzero(recent) == len(recent):
+        return recent, False
+    reported = sampled_s > -np.inf
     stale = reported & ~recent
     if not stale.any():
         return recent, False
