@@ -31,6 +31,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_headers",
         "_send",
         "envelope",
         "extra_headers",
@@ -45,6 +46,8 @@ class Exchange:
         self.scope = scope
         self.receive = receive
         self._send = send
+        # The first of a name counts.
+        self._headers: dict[bytes, bytes] = dict(reversed([*scope["headers"]]))
         self.request_id = request_id
         self.extra_headers: list[Header] = [(b"x-request-id", request_id.encode())]
         self.envelope: Callable[[GridError, str], dict[str, Any]] = envelope
@@ -64,10 +67,7 @@ class Exchange:
 
     def header(self, name: bytes) -> str:
         """Return the first header named `name` (lower case), or ""."""
-        for key, value in self.scope["headers"]:
-            if key == name:
-                return str(value, "latin-1")
-        return ""
+        return self._headers.get(name, b"").decode("latin-1")
 
     async def body(self, max_bytes: int) -> bytes:
         """Return the whole body. Raises TooLarge once it exceeds the cap, Cancelled if the client left."""

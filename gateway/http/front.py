@@ -26,11 +26,15 @@ class FrontDoor:
             await self._app(scope, receive, send)
             return
         request_id = new_id("req_")
-        given = {name: value for name, value in scope["headers"] if name in STEERING}
-        headers = [pair for pair in scope["headers"] if pair[0] not in STEERING]
+        headers, own_id = [], None
+        for pair in scope["headers"]:
+            if pair[0] not in STEERING:
+                headers.append(pair)
+            elif pair[0] == b"x-request-id":
+                own_id = pair[1]
         headers.append((b"x-request-id", request_id.encode()))
-        if b"x-request-id" in given:
-            headers.append((b"x-client-request-id", given[b"x-request-id"]))
+        if own_id is not None:
+            headers.append((b"x-client-request-id", own_id))
         scope["headers"] = headers
         scope[REQUEST_ID] = request_id
         scope[SERVER_CANCELS] = True

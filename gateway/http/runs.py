@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from gateway.http.call import Call
@@ -76,6 +75,12 @@ async def streamed(
     """Write a run as SSE; `last` follows a finished one. Raises GridError while nothing has been written."""
     # The caller's own bound on how late a token may be holds for the replica's pauses as well.
     most_s = plan.generation.stream_control.max_latency_ms / 1000 if plan.generation is not None else 0.0
+    pace = call.pace
+
+    def pause_s(written: Chunk) -> float:
+        pace.wrote(written.tokens)
+        return pace.pause_s(most_s)
+
     async with aclosing(run):
         first = await anext(run, None)
         if first is None:
@@ -83,9 +88,7 @@ async def streamed(
         if isinstance(first[-1], RunFailed) and not any(isinstance(item, Chunk) for item in first):
             raise failure(first[-1])
         await call.exchange.start(200, [*SSE_HEADERS, *region_header(first)])
-        ended = await write_events(
-            first, run, encode, call.exchange.write, partial(call.pace.pause_s, most_s)
-        )
+        ended = await write_events(first, run, encode, call.exchange.write, pause_s)
         await call.exchange.finish(last if isinstance(ended, Finished) else b"")
 
 

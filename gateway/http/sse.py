@@ -71,23 +71,24 @@ async def write_events(
     rest: AsyncGenerator[list[RunEvent], None],
     encode: Callable[[RunEvent], bytes],
     write: Callable[[bytes], Awaitable[None]],
-    pause_s: Callable[[], float] = lambda: 0.0,
+    pause_s: Callable[[Chunk], float] = lambda _: 0.0,
 ) -> RunEvent:
     """Write `first` and all the rest, one write for what comes together; return the last event.
 
-    `pause_s` says how long to let text gather after a write of text.
+    `pause_s` is told of each write of text, by its last chunk, and says how long to let more gather.
     """
     beats = KeepAlive(write)
     items = first
     try:
         while True:
-            await write(b"".join(map(encode, items)))
+            last = items[-1]
+            await write(encode(last) if len(items) == 1 else b"".join(map(encode, items)))
             beats.written()
-            if isinstance(items[-1], Chunk) and (pause := pause_s()):
+            if isinstance(last, Chunk) and (pause := pause_s(last)):
                 await asyncio.sleep(pause)
             following = await anext(rest, None)
             if following is None:
-                return items[-1]
+                return last
             items = following
     finally:
         beats.close()

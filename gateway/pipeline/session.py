@@ -163,10 +163,6 @@ class Session:
         self._effects: list[Effect] = []
 
     @property
-    def remaining_tokens(self) -> int:
-        return self._order.max_output_tokens - len(self.emitted_ids)
-
-    @property
     def due_s(self) -> float:
         """When `Tick` has to come next."""
         due_s = min(self._order.deadline_s, self._figures_due_s)
@@ -273,21 +269,22 @@ class Session:
             if self.phase is Phase.SUBMITTED:
                 self._fault("tokens before `accepted`", now_s)
             return
-        if message.first_index != len(self.emitted_ids):
-            self._fault(f"token {message.first_index} came where {len(self.emitted_ids)} was next", now_s)
+        received, coming = len(self.emitted_ids), len(ids)
+        if message.first_index != received:
+            self._fault(f"token {message.first_index} came where {received} was next", now_s)
             return
-        if len(ids) > self.remaining_tokens:
+        if received + coming > self._order.max_output_tokens:
             self._fault(f"more than {self._order.max_output_tokens} output tokens", now_s)
             return
-        if not self.emitted_ids:
+        if not received:
             self._first_token_s = now_s
         self.emitted_ids.extend(ids)
         self.received_code_points += len(text)
         if self._stops is None:
             self._fresh.append(text)
-            self._fresh_tokens += len(ids)
+            self._fresh_tokens += coming
             return
-        text, tokens, stopped = self._stops.push(text, len(ids))
+        text, tokens, stopped = self._stops.push(text, coming)
         self._fresh.append(text)
         self._fresh_tokens += tokens
         if stopped:

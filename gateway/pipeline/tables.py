@@ -7,14 +7,14 @@ Which records there are, and what they mean, is the registry's business.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
 from redis.asyncio import Redis
 
+from gateway.remembered import Remembered
 from gateway.state import run_script, state_errors
 from grid.errors import Conflict, IdempotencyReused, InvalidRequest, NotFound
 
@@ -93,9 +93,9 @@ class Tables:
 
     def __init__(self, client: Redis, clock: Callable[[], float]) -> None:
         self._redis = client
-        self._clock = clock
-        self._cache: OrderedDict[tuple[str, str, str], tuple[float, Any]] = OrderedDict()
-        self._changes = 0
+        self._recent = Remembered[tuple[str, str, str], Any](
+            keep_s=CACHE_S, bound=CACHED_RECORDS, clock=clock
+        )
 
     async def create(
         self,
@@ -196,28 +196,15 @@ class Tables:
             raise _not_found(table, record_id)
 
     async def remembered(
-        self, tenant_id: str, what: str, which: str, load: Callable[[], Awaitable[Record]]
+        self, tenant_id: str, what: str, which: str, load: Callable[[], Coroutine[Any, Any, Record]]
     ) -> Record:
         """Return what `load` returns, or returned up to CACHE_S ago."""
-        now_s = self._clock()
-        entry = self._cache.get((tenant_id, what, which))
-        if entry is not None and entry[0] > now_s:
-            found: Record = entry[1]
-            return found
-        changes = self._changes
-        record = await load()
-        if changes == self._changes:
-            self._cache[tenant_id, what, which] = (now_s + CACHE_S, record)
-            self._cache.move_to_end((tenant_id, what, which))
-            if len(self._cache) > CACHED_RECORDS:
-                self._cache.popitem(last=False)
+        record: Record = await self._recent.get((tenant_id, what, which), load)
         return record
 
     def _forget(self, tenant_id: str) -> None:
         """After a change of our own nothing of this tenant comes from memory, reads under way included."""
-        self._changes += 1
-        for entry in [entry for entry in self._cache if entry[0] == tenant_id]:
-            del self._cache[entry]
+        self._recent.forget(lambda key, _: key[0] == tenant_id)
 
 
 def key(tenant_id: str, kind: str) -> str:

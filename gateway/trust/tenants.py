@@ -17,16 +17,17 @@ import hmac
 import re
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import orjson
 from redis.asyncio import Redis
 
 from gateway.records import Tenant
+from gateway.remembered import Remembered
 from gateway.state import run_script, state_errors
 from gateway.trust.keyfiles import read_or_make_secret, secret_path
 from grid.config import Config
@@ -96,8 +97,7 @@ class Tenants:
     def __init__(self, client: Redis, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._redis = client
         self._pepper = read_or_make_secret(secret_path(config.cell.state_dir, PEPPER_FILE))
-        self._clock = clock
-        self._recent: OrderedDict[bytes, tuple[float, Tenant]] = OrderedDict()
+        self._recent = Remembered[bytes, Tenant](keep_s=REVOCATION_S, bound=CACHED_KEYS, clock=clock)
 
     async def authenticate(self, presented_key: str) -> Tenant:
         """Return who presents the key. Raises Unauthorised, with the same words for every wrong key."""
@@ -107,16 +107,7 @@ class Tenants:
             raise _wrong_key()
         # Look-ups go by the keyed hash, which a caller can't steer: their timing tells nothing of a key.
         digest = self._digest(presented_key)
-        now_s = self._clock()
-        remembered = self._recent.get(digest)
-        if remembered is not None and remembered[0] > now_s:
-            return remembered[1]
-        tenant = await self._load(digest)
-        self._recent[digest] = (now_s + REVOCATION_S, tenant)
-        self._recent.move_to_end(digest)
-        if len(self._recent) > CACHED_KEYS:
-            self._recent.popitem(last=False)
-        return tenant
+        return await self._recent.get(digest, partial(self._load, digest))
 
     async def create_key(self, tenant_id: str, *, operator: bool = False, label: str = "") -> NewKey:
         """Make a key for a tenant, and the tenant with a random salt if it is new.
@@ -175,9 +166,7 @@ class Tenants:
         """End a key, in every process within REVOCATION_S. Raises NotFound."""
         if not await run_script(self._redis, _REVOKE, [_KEYS, _KEY_IDS], [key_id]):
             raise NotFound(f"there is no key {key_id!r}", param="key_id")
-        self._recent = OrderedDict(
-            (digest, entry) for digest, entry in self._recent.items() if entry[1].key_id != key_id
-        )
+        self._recent.forget(lambda _, tenant: tenant.key_id == key_id)
 
     async def bootstrap(self) -> dict[str, str]:
         """Make the operator's and the first tenant's key, once in the life of a cell.
@@ -196,7 +185,6 @@ class Tenants:
         with state_errors():
             stored = await self._redis.hget(_KEYS, digest.hex())
         if stored is None:
-            self._recent.pop(digest, None)
             raise _wrong_key()
         info = KeyInfo(**orjson.loads(stored))
         with state_errors():

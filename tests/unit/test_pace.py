@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from gateway.http import pace
-from gateway.http.pace import LAGGING_S, MANY_STREAMS, PAUSE_S, Pace
+from gateway.http.pace import LAGGING_S, MANY_STREAMS, MANY_TOKENS_PER_S, PAUSE_S, TICK_S, Pace
 from gateway.http.sse import write_events
 from gateway.pipeline.events import Chunk, Finished, RunEvent
 from grid.words import Usage
@@ -40,6 +40,23 @@ def test_a_lag_is_forgotten() -> None:
     assert crowded(8, 0.05, 0.0, 0.0, 0.0, 0.0).pause_s(1.0) == 0.0
 
 
+def test_few_streams_with_many_tokens_space_their_writes_until_they_slow_down() -> None:
+    measured = crowded(8)
+    for _ in range(8):
+        measured.wrote(round(MANY_TOKENS_PER_S * TICK_S * 1.1))
+        measured.measured(0.0)
+    assert measured.pause_s(1.0) == PAUSE_S
+    measured.measured(0.0)
+    assert measured.pause_s(1.0) == 0.0
+
+
+def test_a_late_measurement_counts_its_tokens_over_its_whole_time() -> None:
+    measured = crowded(8)
+    measured.wrote(round(MANY_TOKENS_PER_S * TICK_S * 2.2))
+    measured.measured(LAGGING_S)
+    assert measured.pause_s(1.0) == 0.0
+
+
 def test_the_callers_bound_holds() -> None:
     assert crowded(MANY_STREAMS).pause_s(0.01) == 0.01
     assert crowded(MANY_STREAMS).pause_s(0.0) == 0.0
@@ -66,7 +83,8 @@ async def test_only_text_is_waited_for() -> None:
     asked: list[str] = []
     writes: list[bytes] = []
 
-    def pause_s() -> float:
+    def pause_s(written: Chunk) -> float:
+        assert written.text == "a"
         asked.append(writes[-1].decode())
         return 0.0001
 
