@@ -14,6 +14,7 @@ class Source:
 
     def __init__(self) -> None:
         self.reads = 0
+        self.begun = asyncio.Event()
         self.ready = asyncio.Event()
         self.now_s = 0.0
         self.error: Exception | None = None
@@ -21,6 +22,7 @@ class Source:
     async def read(self) -> int:
         self.reads += 1
         mine = self.reads
+        self.begun.set()
         await self.ready.wait()
         if self.error is not None:
             raise self.error
@@ -45,8 +47,7 @@ async def test_a_value_ages_from_the_beginning_of_its_read() -> None:
     source = Source()
     memory = source.remembered()
     caller = asyncio.create_task(memory.get("a", source.read))
-    while not source.reads:
-        await asyncio.sleep(0)
+    await source.begun.wait()
     source.now_s = 1.0
     source.ready.set()
     assert await caller == 1
@@ -80,8 +81,7 @@ async def test_a_read_that_began_before_forgetting_is_neither_joined_nor_kept() 
     source = Source()
     memory = source.remembered()
     before = asyncio.create_task(memory.get("a", source.read))
-    while not source.reads:
-        await asyncio.sleep(0)
+    await source.begun.wait()
     memory.forget(lambda key, _: key == "a")
     source.ready.set()
     assert await memory.get("a", source.read) == 2
