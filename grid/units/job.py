@@ -61,7 +61,8 @@ class Job:
         """Account for one engine step and return its frame, if it says anything."""
         submit = self.request
         assert isinstance(submit, Submit)
-        self.first_step_s = min(self.first_step_s, now_s)
+        if self.first_step_s == math.inf:
+            self.first_step_s = now_s
         self.cached_tokens = step.cached_tokens
         self.step_seconds += step.step_seconds
         if not step.ids and not step.text:

@@ -245,15 +245,16 @@ class Unit:
         if job is None or job.phase is not Phase.RUNNING:
             self.counters.late_events += 1
             return []
-        if job.produced + len(step.ids) > job.budget:
-            broken = InternalError(f"the engine passed the budget of {job.budget} output tokens")
+        budget = job.budget
+        if job.produced + len(step.ids) > budget:
+            broken = InternalError(f"the engine passed the budget of {budget} output tokens")
             return self._fail(job, broken, now_s)
         tokens = job.take(step, now_s)
         self.counters.output_tokens += len(step.ids)
         effects: list[ev.Effect] = [] if tokens is None else [ev.Send(job.peer, tokens)]
         if step.finish_reason is not None:
             effects += self._done(job, step.finish_reason, now_s, engine_finished=True)
-        elif job.produced == job.budget:
+        elif job.produced == budget:
             effects += self._done(job, FinishReason.LENGTH, now_s)
         return effects
 
