@@ -97,7 +97,9 @@ class StreamOptions(Part):
 class ChatRequest(Part):
     model: Name
     """A model of the cell, one of its aliases, or a pipeline's id."""
-    messages: tuple[ChatTurn, ...] = Field(min_length=1, max_length=MAX_MESSAGES, strict=False)
+    messages: tuple[ChatTurn, ...] = Field(
+        min_length=1, max_length=MAX_MESSAGES, strict=False, fail_fast=True
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_OUTPUT_TOKENS)
     max_tokens: int | None = Field(None, ge=1, le=MAX_OUTPUT_TOKENS)
     temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
@@ -106,7 +108,9 @@ class ChatRequest(Part):
     presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     stop: Annotated[
-        tuple[Stop, ...] | None, Field(max_length=MAX_STOPS, strict=False), BeforeValidator(_one_or_many)
+        tuple[Stop, ...] | None,
+        Field(max_length=MAX_STOPS, strict=False, fail_fast=True),
+        BeforeValidator(_one_or_many),
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from gateway.knowledge.filters import parse_filter
-from gateway.pipeline.refusals import misfit, refusal
+from gateway.pipeline.refusals import check_size, cut, misfit, refusal
 from grid.errors import InvalidRequest
 from grid.words import Precision
 
@@ -126,7 +126,7 @@ def _variables(value: Any) -> dict[str, str] | None:
     for name, given in value.items():
         if not isinstance(name, str) or not VARIABLE_NAME.match(name):
             raise ValueError(
-                f"{name!r} is no variable name: letters, digits and _, not starting with a digit"
+                f"{cut(str(name))!r} is no variable name: letters, digits and _, not starting with a digit"
             )
         if isinstance(given, bool):
             texts[name] = "true" if given else "false"
@@ -135,9 +135,9 @@ def _variables(value: Any) -> dict[str, str] | None:
         elif isinstance(given, str):
             texts[name] = clean_text(given)
         else:
-            raise ValueError(f"the value of {name!r} must be text, a number, true or false")
+            raise ValueError(f"the value of {cut(name)!r} must be text, a number, true or false")
         if len(texts[name]) > MAX_TEXT_CHARS:
-            raise ValueError(f"the value of {name!r} has more than {MAX_TEXT_CHARS} characters")
+            raise ValueError(f"the value of {cut(name)!r} has more than {MAX_TEXT_CHARS} characters")
     return texts
 
 
@@ -165,7 +165,7 @@ class RetrievalStep(Part):
     type: Literal["retrieval"] = "retrieval"
     id: StepId | None = None
     """Filled in as `retrieval-N` (N: position from 1) where the caller gave none."""
-    uses: tuple[StepId, ...] | None = Field(None, max_length=MAX_STEPS, strict=False)
+    uses: tuple[StepId, ...] | None = Field(None, max_length=MAX_STEPS, strict=False, fail_fast=True)
     """Ids of earlier steps; None: all earlier steps."""
     data_source_id: Name | None = None
     source: Name | None = None
@@ -192,7 +192,7 @@ class RetrievalStep(Part):
 class GenerationStep(Part):
     type: Literal["generation"] = "generation"
     id: StepId | None = None
-    uses: tuple[StepId, ...] | None = Field(None, max_length=MAX_STEPS, strict=False)
+    uses: tuple[StepId, ...] | None = Field(None, max_length=MAX_STEPS, strict=False, fail_fast=True)
     """Ids of the retrieval steps whose documents the prompt holds; None: all earlier ones."""
     model: Name
     """A model of the cell or one of its aliases."""
@@ -205,7 +205,9 @@ class GenerationStep(Part):
     """0 means no limit."""
     seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     stop: Annotated[
-        tuple[Stop, ...], Field(max_length=MAX_STOPS, strict=False), BeforeValidator(_one_or_many)
+        tuple[Stop, ...],
+        Field(max_length=MAX_STOPS, strict=False, fail_fast=True),
+        BeforeValidator(_one_or_many),
     ] = ()
     """The answer ends before the first of these; one string stands for a list of one."""
     frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
@@ -218,7 +220,7 @@ Step = Annotated[RetrievalStep | GenerationStep, Field(discriminator="type")]
 
 
 class Pipeline(Part):
-    steps: tuple[Step, ...] = Field(min_length=1, max_length=MAX_STEPS, strict=False)
+    steps: tuple[Step, ...] = Field(min_length=1, max_length=MAX_STEPS, strict=False, fail_fast=True)
 
     @field_validator("steps", mode="after")
     @classmethod
@@ -260,9 +262,9 @@ class Pipeline(Part):
 class ExecutionHints(Part):
     min_gpu_memory_mb: int = Field(0, ge=0, le=MAX_MEMORY_MB)
     """The unit's own memory grant must be at least this."""
-    prefer_region: tuple[RegionName, ...] = Field((), max_length=MAX_REGIONS, strict=False)
+    prefer_region: tuple[RegionName, ...] = Field((), max_length=MAX_REGIONS, strict=False, fail_fast=True)
     """Strict priority order; a hint, never a residency rule."""
-    avoid_models: tuple[Name, ...] = Field((), max_length=MAX_AVOIDED_MODELS, strict=False)
+    avoid_models: tuple[Name, ...] = Field((), max_length=MAX_AVOIDED_MODELS, strict=False, fail_fast=True)
     quantization: Literal["int4", "int8", "fp8", "fp16", "bf16", "fp32"] | None = None
     """The lowest precision that the caller accepts; None: any."""
 
@@ -313,7 +315,7 @@ class Asked(Part):
 
     input: Text | None = None
     messages: tuple[ChatMessage, ...] | None = Field(
-        None, min_length=1, max_length=MAX_MESSAGES, strict=False
+        None, min_length=1, max_length=MAX_MESSAGES, strict=False, fail_fast=True
     )
     """A conversation whose last turn is the user's; `input` may hold it as well."""
     inputs: None = None
@@ -408,6 +410,7 @@ def parse(model: type[Parsed], body: bytes) -> Parsed:
     """Return `body` as `model`. Raises InvalidRequest: `param` is the field's path, such as
     `pipeline.steps[0].top_k`; the message says what was given and what to do; `details["errors"]`
     lists further faults of the same body."""
+    check_size(body)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -224,3 +224,39 @@ def test_a_one_shot_body_is_a_contract_and_a_call() -> None:
     assert both.invocation is not None
     assert (both.invocation.input, both.invocation.stream) == ("Hi", False)
     assert both.contract.model_fields_set == {"pipeline", "cache_strategy"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"input": "x", ' + b",".join(b'"k%d": 1' % n for n in range(100_000)) + b"}",
+        b'{"messages": [' + b",".join([b"1"] * 400_000) + b"]}",
+        b'{"input": "x", "variables": {"deep": [' + b",".join([b"{}"] * 300_000) + b"]}}",
+    ],
+    ids=["unknown fields", "faulty items", "nested"],
+)
+def test_a_body_full_of_faults_is_refused_without_listing_them(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(Invocation, body)
+    assert len(refused.value.details.get("errors", ())) <= 8
+    assert len(refused.value.message) < 300
+
+
+def test_a_list_stops_at_its_first_fault() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(Invocation, b'{"messages": [' + b",".join([b"1"] * 1_500) + b"]}")
+    assert refused.value.param.startswith("messages")
+    assert "errors" not in refused.value.details
+
+
+def test_long_names_are_not_quoted_back() -> None:
+    name = "n" * 100_000
+    for body in (
+        {"input": "x", name: 1},
+        {"input": "x", "variables": {f"{name}-": 1}},
+        {"input": "x", "stream": name},
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            parse(Invocation, json.dumps(body).encode())
+        assert len(refused.value.message) < 500
+        assert len(refused.value.param) < 100
