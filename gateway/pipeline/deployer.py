@@ -98,6 +98,8 @@ class Deployer:
         unsettled = await self._registry.unsettled()
         self._tried = {pair: self._tried[pair] for pair in unsettled if pair in self._tried}
         due = [pair for pair in unsettled if is_due(self._tried.get(pair), now)]
+        # New ones first: a tenant whose many failed pipelines are due again delays nobody's first look.
+        due.sort(key=lambda pair: pair in self._tried)
         changed = 0
         for tenant_id, pipeline_id in due[:MAX_LOOKS]:
             changed += await self._look(tenant_id, pipeline_id, now)

@@ -29,11 +29,13 @@ from gateway.pipeline.stored import load_pipeline, load_source, store_pipeline, 
 from gateway.pipeline.tables import Made, Table, Tables, as_bytes
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
 from gateway.state import state_errors
-from grid.errors import Conflict, NotFound
+from grid.errors import Conflict, NotFound, TooLarge
 from grid.words import new_id
 
 UNSETTLED = "zg:unsettled"
 SOURCES_VERSION = "zg:sources-version"
+MAX_CONTRACT_BYTES = 64 * 1024
+"""A long system prompt has 20 KB; with a tenant's 1,000 pipelines a list of all stays below 64 MB."""
 MAX_SWAPS = 16
 """Attempts to write over a record that others write too; each failure means that somebody else succeeded."""
 
@@ -59,8 +61,16 @@ class Registry:
     ) -> PipelineRecord:
         """Store a new pipeline as `deploying`. A repeated idempotency key answers as the first call did.
 
-        Raises IdempotencyReused for the same key with another contract, Conflict at the tenant's bound.
+        Raises TooLarge for a contract above `MAX_CONTRACT_BYTES`, IdempotencyReused for the same key with
+        another contract, Conflict at the tenant's bound.
         """
+        size = len(contract.model_dump_json().encode())
+        if size > MAX_CONTRACT_BYTES:
+            raise TooLarge(
+                f"the contract has {size} bytes; {MAX_CONTRACT_BYTES} can be stored. "
+                "Send long texts with the call, as `input` or `variables`",
+                param="pipeline",
+            )
         new = Made(new_id("pl-"), _now())
         record = PipelineRecord(
             pipeline_id=new.record_id,
@@ -169,7 +179,7 @@ class Registry:
             new,
             store_source(record),
             name=name,
-            body=[name, type, dict(config), region, embedding_model],
+            body=[name, type, dict(config), region, embedding_model, dimension],
             idempotency_key=idempotency_key,
         )
         return replace(record, data_source_id=made.record_id, created_at=made.created_at)

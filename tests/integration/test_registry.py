@@ -18,7 +18,15 @@ from gateway.pipeline.registry import PIPELINES, SOURCES, Registry
 from gateway.records import DataSourceRecord, PipelineStatus
 from gateway.state import open_redis
 from grid.config import Config
-from grid.errors import Conflict, GridError, IdempotencyReused, InternalError, InvalidRequest, NotFound
+from grid.errors import (
+    Conflict,
+    GridError,
+    IdempotencyReused,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    TooLarge,
+)
 
 CONTRACT = Contract.model_validate_json(
     """{"name": "support", "pipeline": {"steps": [
@@ -225,3 +233,12 @@ async def test_names_can_not_leave_their_namespace(redis: Redis) -> None:
     for odd in ("*", "kb\x00", "../kb", "kb} ", ""):
         with pytest.raises(GridError):
             await registry.find_source("acme", odd)
+
+
+async def test_a_contract_too_large_to_be_kept_is_refused(redis: Redis) -> None:
+    registry = Registry(redis)
+    large = {"type": "generation", "model": "m", "system_prompt": "word " * 20_000}
+    contract = Contract.model_validate({"name": "large", "pipeline": {"steps": [large]}})
+    with pytest.raises(TooLarge, match="can be stored"):
+        await registry.create_pipeline("a", contract)
+    assert await registry.list_pipelines("a") == []
