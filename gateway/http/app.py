@@ -23,7 +23,7 @@ from gateway.services import Services
 from gateway.trust.residency import HEADER as RESIDENCY_HEADER
 from gateway.trust.residency import Residency, parse_rule
 from grid.config import Config
-from grid.errors import Forbidden, GridError, Rejected, Saturated, Unauthorised
+from grid.errors import Forbidden, GridError, InvalidRequest, Rejected, Saturated, Unauthorised
 from grid.words import new_id
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ OPENAI_PREFIXES = ("/v1/chat/", "/v1/models")
 INVOKE_PREFIX, INVOKE_SUFFIX = "/v1/pipelines/", "/invoke"
 FULL_RETRY_AFTER_S = 1.0
 """A replica at its stream cap frees a place about as often as a short answer ends."""
+VERSIONS = ("2024-06-15",)
+"""Versions of this interface that are served; the last one is what a call without a header gets."""
+VERSION_HEADERS = (b"grid-version", b"anthropic-version")
+VERSION_SERVED = (b"grid-version-served", VERSIONS[-1].encode())
 
 Hot = Callable[[Call], Awaitable[None]]
 
@@ -109,7 +113,9 @@ class GatewayApp:
             exchange.scope["state"] = {"services": services}
             await self._cold_app(exchange)
             return
+        exchange.extra_headers.append(VERSION_SERVED)
         tenant = await services.tenants.authenticate(presented_key(exchange))
+        check_version(exchange)
         residency = self._residency(exchange)
         call = Call(exchange, services, tenant, self._pace, residency)
         hot = self._hot(path)
@@ -119,20 +125,27 @@ class GatewayApp:
             return
         if exchange.method != "POST":
             raise MethodNotAllowed(f"{path} takes POST, not {exchange.method}", allowed=["POST"])
-        if self._pace.streams >= self._config.gateway.max_streams_per_replica:
-            raise Saturated(
-                "this gateway replica runs as many requests as it may (gateway.max_streams_per_replica)",
-                retry_after_s=FULL_RETRY_AFTER_S,
-            )
+        self._refuse_when_full()
+        # A body that dribbles in holds no place, so the places may be gone once it is there.
+        await call.body()
+        self._refuse_when_full()
         self._pace.streams += 1
         try:
             await hot(call)
         finally:
             self._pace.streams -= 1
 
+    def _refuse_when_full(self) -> None:
+        if self._pace.streams >= self._config.gateway.max_streams_per_replica:
+            raise Saturated(
+                "this gateway replica runs as many requests as it may (gateway.max_streams_per_replica)",
+                retry_after_s=FULL_RETRY_AFTER_S,
+            )
+
     def _residency(self, exchange: Exchange) -> Residency:
-        """Return where the call may run. Raises Forbidden, before the body is read, if that is not here."""
-        residency = parse_rule(exchange.header(RESIDENCY_HEADER.encode()))
+        """Return where the call may run. Raises Forbidden, before the body is read, if that is not here, and
+        InvalidRequest for a header that is blank or repeated."""
+        residency = parse_rule(exchange.single_header(RESIDENCY_HEADER.encode()) or "")
         region = self._config.cell.region
         if not residency.allows(region):
             raise Forbidden(
@@ -161,6 +174,17 @@ class GatewayApp:
         elif not exchange.finished:
             # Too late for a status; an unfinished body is the only honest sign left.
             raise error
+
+
+def check_version(exchange: Exchange) -> None:
+    """Raises InvalidRequest where the caller asks for a version of the interface that isn't served."""
+    for header in VERSION_HEADERS:
+        asked = exchange.single_header(header)
+        if asked is not None and asked not in VERSIONS:
+            name = header.decode()
+            raise InvalidRequest(
+                f"{name}: {asked[:64]!r} is not served; supported: {', '.join(VERSIONS)}", param=name
+            )
 
 
 def presented_key(exchange: Exchange) -> str:

@@ -15,6 +15,7 @@ from gateway.knowledge.documents import MAX_DOCUMENT_CHARS, MAX_DOCUMENT_ID_CHAR
 from gateway.knowledge.sources import STORES
 from gateway.pipeline.contract import MAX_DIMENSION, Name, Part, RegionName, parse
 from gateway.records import DataSourceRecord
+from gateway.trust.residency import check_marks, texts_within
 from grid.config import Config
 from grid.errors import InvalidRequest
 from grid.words import Task
@@ -103,12 +104,16 @@ async def delete_data_source(call: InCall, data_source_id: str) -> Json:
 
 @router.post(
     "/v1/data-sources/{data_source_id}/documents",
-    responses={200: {"model": DocumentsAnswer}, **errors(400, 404, 413, 429, 503)},
+    responses={200: {"model": DocumentsAnswer}, **errors(400, 403, 404, 413, 429, 503)},
     openapi_extra=body(NewDocuments),
 )
 async def add_documents(call: InCall, data_source_id: str) -> Json:
     """Add documents, or replace those of the same id. Embedding them is the grid's work."""
     asked = parse(NewDocuments, await call.body())
+    check_marks(
+        call.residency,
+        (text for document in asked.documents for text in (document.text, *texts_within(document.metadata))),
+    )
     source = await call.services.registry.get_source(call.tenant.tenant_id, data_source_id)
     counts = await call.services.documents.add(
         call.tenant, source, asked.documents, allowed_regions=call.residency.allowed_regions

@@ -40,12 +40,20 @@ class MethodNotAllowed(InvalidRequest):
     code = "method_not_allowed"
 
 
+class RequestTimeout(InvalidRequest):
+    """The body did not arrive within its time."""
+
+    code = "request_timeout"
+    retryable = True
+
+
 TABLE: dict[type[GridError], tuple[int, str]] = {
     InvalidRequest: (400, "invalid_request_error"),
     Unauthorised: (401, "authentication_error"),
     Forbidden: (403, "permission_error"),
     NotFound: (404, "not_found_error"),
     MethodNotAllowed: (405, "invalid_request_error"),
+    RequestTimeout: (408, "timeout_error"),
     Conflict: (409, "conflict_error"),
     TooLarge: (413, "request_too_large"),
     IdempotencyReused: (422, "invalid_request_error"),
@@ -107,6 +115,8 @@ def error_headers(error: GridError) -> list[tuple[bytes, bytes]]:
         headers.append((b"retry-after", b"%d" % seconds))
     if isinstance(error, Unauthorised):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, RequestTimeout):
+        headers.append((b"connection", b"close"))
     if isinstance(error, TooLarge) and error.details.get("body_bytes", 0) > MAX_DRAINED_BYTES:
         headers.append((b"connection", b"close"))
     if isinstance(error, MethodNotAllowed):

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from gateway.http.errors import envelope, error_headers, status_of
-from grid.errors import Cancelled, GridError, TooLarge
+from gateway.http.errors import RequestTimeout, envelope, error_headers, status_of
+from grid.errors import Cancelled, GridError, InvalidRequest, TooLarge
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -21,6 +21,9 @@ SERVER_CANCELS = "zerogrid.server_cancels"
 """Scope key: the server cancels a request whose client left, so nobody else has to watch for it."""
 MAX_CLIENT_ID_CHARS = 128
 """A caller's own request id is echoed and logged; longer ones are cut."""
+BODY_TIME_S = 30.0
+"""From the request's head to the end of its body: time for the largest default body over a slow line, and an
+end to one that dribbles in."""
 JSON: Header = (b"content-type", b"application/json")
 
 
@@ -31,6 +34,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_body",
         "_headers",
         "_send",
         "envelope",
@@ -48,6 +52,7 @@ class Exchange:
         self._send = send
         # The first of a name counts.
         self._headers: dict[bytes, bytes] = dict(reversed([*scope["headers"]]))
+        self._body: bytes | None = None
         self.request_id = request_id
         self.extra_headers: list[Header] = [(b"x-request-id", request_id.encode())]
         self.envelope: Callable[[GridError, str], dict[str, Any]] = envelope
@@ -69,8 +74,39 @@ class Exchange:
         """Return the first header named `name` (lower case), or ""."""
         return self._headers.get(name, b"").decode("latin-1")
 
+    def single_header(self, name: bytes) -> str | None:
+        """Return the header named `name` (lower case), None where there is none.
+
+        Raises InvalidRequest when it is blank or sent more than once: either way nobody can say what was
+        meant.
+        """
+        if name not in self._headers:
+            return None
+        value, word = self.header(name).strip(), name.decode()
+        if sum(given == name for given, _ in self.scope["headers"]) > 1:
+            raise InvalidRequest(f"{word}: send this header once; put a list into one value", param=word)
+        if not value:
+            raise InvalidRequest(f"{word}: the header is blank; give a value or leave it out", param=word)
+        return value
+
     async def body(self, max_bytes: int) -> bytes:
-        """Return the whole body. Raises TooLarge once it exceeds the cap, Cancelled if the client left."""
+        """Return the whole body, which is read once and kept.
+
+        Raises TooLarge once it exceeds the cap, RequestTimeout once it takes too long, Cancelled if the
+        client left.
+        """
+        if self._body is None:
+            try:
+                async with asyncio.timeout(BODY_TIME_S):
+                    self._body = await self._read(max_bytes)
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"the body did not arrive within {BODY_TIME_S:g} s; send the request again",
+                    param="body",
+                ) from None
+        return self._body
+
+    async def _read(self, max_bytes: int) -> bytes:
         declared = self.header(b"content-length")
         if declared.isdecimal() and int(declared) > max_bytes:
             raise self._too_large(max_bytes, int(declared))
@@ -93,6 +129,7 @@ class Exchange:
     def _too_large(max_bytes: int, size: int) -> TooLarge:
         return TooLarge(
             f"the body is larger than {max_bytes} bytes (gateway.max_body_bytes); send less in one call",
+            param="body",
             max_body_bytes=max_bytes,
             body_bytes=size,
         )

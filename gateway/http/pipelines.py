@@ -18,6 +18,7 @@ from gateway.pipeline.contract import Contract, Invocation, RetrievalStep, parse
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started, StepPlacement, StepTiming
 from gateway.pipeline.plan import Plan, check_models, plan_invocation
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus, RetrievedDocument
+from gateway.trust.residency import check_marks, texts_within
 from grid.errors import NoEligibleUnit
 
 router = APIRouter(tags=["pipelines"])
@@ -26,12 +27,14 @@ router = APIRouter(tags=["pipelines"])
 @router.post(
     "/v1/pipelines",
     status_code=201,
-    responses={201: {"model": PipelineView}, **errors(400, 413, 422)},
+    responses={201: {"model": PipelineView}, **errors(400, 403, 413, 422)},
     openapi_extra=body(Contract),
 )
 async def create_pipeline(call: InCall) -> Json:
     """Declare a pipeline. It answers at once as `deploying`; the status becomes `active` or `failed`."""
     contract = parse(Contract, await call.body())
+    if call.residency.regions is not None:
+        check_marks(call.residency, texts_within(contract.model_dump()))
     check_models(contract, call.services.config)
     record = await call.services.registry.create_pipeline(
         call.tenant.tenant_id, contract, idempotency_key=call.exchange.header(b"idempotency-key")

@@ -13,6 +13,7 @@ every store only has to match keywords. Ranges work on numbers kept under a safe
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ MAX_DEPTH = 8
 """Of nested metadata."""
 MAX_LEAVES = 256
 """Values in one document's metadata; each becomes a term, in every piece of the document."""
+MAX_METADATA_BYTES = 16 * 1024
+"""Of one document's metadata as JSON. Each piece's row holds a copy, some thousand in a long document, and each
+hit brings one: a hundred of them and their texts stay well within a frame."""
+MAX_QUOTED_CHARS = 64
+"""Of a caller's own word in what is said back: enough to find it by, too little to flood an error or a log."""
 MAX_INTEGER = 2**63 - 1
 """What every store keeps exactly."""
 TERM_BYTES = 16
@@ -87,7 +93,7 @@ def parse_filter(given: Mapping[str, Any], param: str = "filter") -> Filter:
             f"a filter has at most {MAX_CONDITIONS} conditions, not {len(given)}", param=param
         )
     return Filter(
-        tuple(_condition(field, condition, f"{param}.{field}") for field, condition in given.items())
+        tuple(_condition(field, condition, f"{param}.{_quoted(field)}") for field, condition in given.items())
     )
 
 
@@ -108,6 +114,14 @@ def check_metadata(metadata: Mapping[str, Any], param: str) -> None:
     leaves = sum(1 for _leaf in _leaves(metadata, ""))
     if leaves > MAX_LEAVES:
         raise InvalidRequest(f"metadata holds at most {MAX_LEAVES} values, not {leaves}", param=param)
+    text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"), default=dict)
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_METADATA_BYTES:
+        raise InvalidRequest(
+            f"metadata has at most {MAX_METADATA_BYTES} bytes as JSON, not {size}; what is to be searched by "
+            "its meaning belongs into the text",
+            param=param,
+        )
 
 
 def _condition(field: str, condition: Any, param: str) -> Condition:
@@ -130,14 +144,15 @@ def _range(field: str, bounds: Mapping[str, Any], param: str) -> InRange:
         raise InvalidRequest(f"a range needs at least one of {', '.join(BOUNDS)}", param=param)
     limits: dict[str, float] = {}
     for bound, value in bounds.items():
+        path = f"{param}.{_quoted(bound)}"
         if bound not in BOUNDS:
             raise InvalidRequest(
-                f"unknown condition {bound!r}: a condition is a value, a list of values, or a range made of "
+                f"unknown condition {_quoted(bound)!r}: a condition is a value, a list of values, or a range made of "
                 f"{', '.join(BOUNDS)}",
-                param=f"{param}.{bound}",
+                param=path,
             )
         if isinstance(value, bool) or not isinstance(value, int | float) or not _storable_number(value):
-            raise InvalidRequest("the bound of a range is a finite number", param=f"{param}.{bound}")
+            raise InvalidRequest("the bound of a range is a finite number", param=path)
         limits[bound] = float(value)
     return InRange(_name(field), **limits)
 
@@ -152,6 +167,10 @@ def _value(value: Any, param: str) -> Scalar:
     raise InvalidRequest("a filter value is text, a finite number, true or false", param=param)
 
 
+def _quoted(name: Any) -> str:
+    return name[:MAX_QUOTED_CHARS] if isinstance(name, str) else type(name).__name__
+
+
 def _storable_number(value: int | float) -> bool:
     return abs(value) <= MAX_INTEGER if isinstance(value, int) else math.isfinite(value)
 
@@ -160,7 +179,7 @@ def _check_map(given: Mapping[str, Any], param: str, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"metadata is nested at most {MAX_DEPTH} deep", param=param)
     for field, value in given.items():
-        path = f"{param}.{field}"
+        path = f"{param}.{_quoted(field)}"
         if not isinstance(field, str) or not 0 < len(field) <= MAX_FIELD_CHARS:
             raise InvalidRequest(f"a metadata field's name has 1 to {MAX_FIELD_CHARS} characters", param=path)
         if isinstance(value, Mapping):

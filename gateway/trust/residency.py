@@ -6,8 +6,9 @@ Fails closed: a restriction that leaves no region refuses the request; it never 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.trust.jurisdictions import COUNTRIES, COUNTRY_BY_REGION, EEA, EU, REGIONS_BY_COUNTRY
 from grid.errors import Forbidden, InvalidRequest
@@ -91,6 +92,19 @@ def check_marks(residency: Residency, texts: Iterable[str]) -> None:
                     f"the payload is marked `region:{mark}`, against its residency {residency.rule!r}",
                     param=HEADER,
                 )
+
+
+def texts_within(value: Any, key: str = "") -> Iterator[str]:
+    """Yield every text of a JSON value for `check_marks`; one that stands under a key as `key:text`, so that
+    the pair `{"region": "US"}` is a mark as well."""
+    if isinstance(value, str):
+        yield f"{key}:{value.strip()}" if key else value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from texts_within(inner, name)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts_within(inner, key)
 
 
 def _agrees(residency: Residency, mark: str) -> bool:

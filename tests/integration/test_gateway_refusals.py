@@ -75,9 +75,9 @@ BAD = [
     ("unsupported step", PIPELINES, steps({"type": "rerank"}), 400, "pipeline.steps[0].type"),
     ("step without a type", PIPELINES, steps({"model": "x"}), 400, "pipeline.steps[0].type"),
     ("unknown pipeline", "/v1/pipelines/pl-none/invoke", b'{"input": "x"}', 404, "pipeline_id"),
-    ("body too large", PIPELINES, b" " * (10 * MAX_BODY), 413, None),
-    ("body too large", INVOKE, b" " * (10 * MAX_BODY), 413, None),
-    ("body too large", CHAT, b" " * (10 * MAX_BODY), 413, None),
+    ("body too large", PIPELINES, b" " * (10 * MAX_BODY), 413, "body"),
+    ("body too large", INVOKE, b" " * (10 * MAX_BODY), 413, "body"),
+    ("body too large", CHAT, b" " * (10 * MAX_BODY), 413, "body"),
     ("unsupported source", SOURCES, b'{"name": "x", "type": "pinecone", "config": {}}', 400, "type"),
     (
         "a store of the caller's",
@@ -222,6 +222,39 @@ async def test_residency_is_checked_at_the_door(
     assert answer.status_code == status, answer.text
     assert marked.status_code == 403
     await cell.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("document", "status"),
+    [
+        ({"text": "region:US x"}, 403),
+        ({"text": "x", "metadata": {"region": "US"}}, 403),
+        ({"text": "x", "metadata": {"kept": {"Region": ["DE", "us-east-1"]}}}, 403),
+        ({"text": "x", "metadata": {"region": "DE", "note": "north"}}, 200),
+    ],
+)
+async def test_marks_of_documents_are_checked(cell: LocalCell, document: dict[str, Any], status: int) -> None:
+    async with cell.client() as client:
+        made = await client.post(SOURCES, json={"name": f"marked {document}"[:100], "type": "qdrant"})
+        path = f"{SOURCES}/{made.json()['data_source_id']}"
+        body = {"documents": [{"id": "a", **document}]}
+        answer = await client.post(f"{path}/documents", json=body, headers={"x-data-residency": "EU"})
+        assert answer.status_code == status, answer.text
+        stored = (await client.get(path)).json()["document_count"]
+    assert stored == (1 if status == 200 else 0)
+
+
+@pytest.mark.parametrize(
+    "step", [{**GENERATION, "system_prompt": "of region:US"}, {**RETRIEVAL, "filter": {"region": "US"}}]
+)
+async def test_marks_of_contracts_are_checked(cell: LocalCell, step: dict[str, Any]) -> None:
+    async with cell.client() as client:
+        given = steps(*([step] if step["type"] == "generation" else [step, GENERATION]))
+        refused = await client.post(PIPELINES, content=given, headers={"x-data-residency": "EU"})
+        taken = await client.post(PIPELINES, content=given)
+    assert refused.status_code == 403, refused.text
+    assert refused.json()["error"]["param"] == "x-data-residency"
+    assert taken.status_code == 201
 
 
 async def test_a_full_unit_is_a_real_429_with_retry_after(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from support.local_cell import DIMENSION, EMBEDDING_MODEL, HashedWords, cell_config
 from support.state import running_redis
 
-from gateway.knowledge.documents import Documents, Progress
+from gateway.knowledge import documents as documents_module
+from gateway.knowledge.documents import INLINE_SPLIT_CHARS, Documents, Progress
 from gateway.knowledge.embedder import BATCH_TEXTS
 from gateway.knowledge.retrieval import Retrieval, RetrievalRequest, RetrievalResult
 from gateway.knowledge.sources import open_stores
@@ -31,6 +33,7 @@ from grid.errors import (
     InvalidRequest,
     NoEligibleUnit,
     NotFound,
+    Rejected,
     UnitLost,
 )
 from grid.units.actor import Site, UnitActor
@@ -355,6 +358,53 @@ async def test_a_deleted_source_takes_its_vectors_along(shop: Shop) -> None:
     assert await shop.store.count(Collection("acme", kb.data_source_id, DIMENSION)) == 0
     with pytest.raises(NotFound):
         await shop.documents.delete_source(ACME, kb.data_source_id)
+
+
+async def test_a_load_that_ends_while_its_source_is_deleted_leaves_no_vectors(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb = await shop.source()
+    forget = shop.registry.delete_source
+
+    async def forget_after_a_load(tenant_id: str, data_source_id: str) -> None:
+        await shop.documents.add(ACME, kb, ARTICLES)
+        await forget(tenant_id, data_source_id)
+
+    monkeypatch.setattr(shop.registry, "delete_source", forget_after_a_load)
+    await shop.documents.delete_source(ACME, kb.data_source_id)
+    assert await shop.store.count(Collection("acme", kb.data_source_id, DIMENSION)) == 0
+
+
+async def test_a_deletion_can_be_repeated_when_the_store_was_away(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb = await shop.source()
+    await shop.documents.add(ACME, kb, ARTICLES)
+
+    async def away(_collection: Collection) -> None:
+        raise Rejected("away", retry_after_s=1.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shop.store, "drop", away)
+        with pytest.raises(Rejected):
+            await shop.documents.delete_source(ACME, kb.data_source_id)
+    await shop.documents.delete_source(ACME, kb.data_source_id)
+    assert await shop.store.count(Collection("acme", kb.data_source_id, DIMENSION)) == 0
+
+
+async def test_much_text_is_split_beside_the_event_loop(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    kb = await shop.source()
+    split, beside = documents_module.split_text, []
+
+    def watched(text: str, window_pieces: int) -> tuple[str, ...]:
+        beside.append(threading.current_thread() is not threading.main_thread())
+        return split(text, window_pieces)
+
+    monkeypatch.setattr(documents_module, "split_text", watched)
+    half = "word " * (INLINE_SPLIT_CHARS // 10)
+    await shop.documents.add(ACME, kb, [Doc("a", half), Doc("b", half)])
+    await shop.documents.add(ACME, kb, [Doc("a", half), Doc("b", half + "more")])
+    assert beside == [False, False, True, True]
 
 
 async def test_loads_and_queries_at_once(shop: Shop) -> None:

@@ -25,7 +25,7 @@ from gateway.knowledge.sources.embedded import EmbeddedStore, VectorsActor
 from gateway.knowledge.sources.qdrant import QdrantStore
 from gateway.trust.keyfiles import read_secret, secret_path
 from grid.config import Config
-from grid.errors import Conflict, InternalError, NotFound, Saturated, UnitLost
+from grid.errors import Conflict, InternalError, NotFound, Saturated, TooLarge, UnitLost
 
 pytestmark = pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")
 """Of the client's local mode, which has none; the adapter makes them for the server."""
@@ -253,6 +253,23 @@ async def test_too_many_waiting_calls_are_refused(config: Config, monkeypatch: p
     with pytest.raises(Saturated) as refused:
         await client.count(ACME)
     assert refused.value.retry_after_s > 0
+    await client.close()
+    await actor.close()
+
+
+async def test_an_answer_that_no_frame_holds_is_refused(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = VectorsActor(config)
+    await actor.address()
+    client = store_for(config, actor)
+    await client.start()
+    await client.ensure(ACME)
+    await client.upsert(ACME, [Piece("a", 0, "x" * 4_096, {})], axis(0)[None])
+    monkeypatch.setattr("grid.wire.codec.MAX_FRAME_BYTES", 2_048)
+    with pytest.raises(TooLarge):
+        await client.search(ACME, axis(0), EVERYTHING, 1, None)
+    assert await client.count(ACME) == 1
     await client.close()
     await actor.close()
 

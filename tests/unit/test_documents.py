@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.knowledge.documents import MAX_DOCUMENT_CHARS, MAX_DOCUMENTS, MAX_TEXT_CHARS, check_documents
+from gateway.knowledge.filters import MAX_METADATA_BYTES
 from grid.errors import InvalidRequest
 
 
@@ -31,6 +32,7 @@ FULL = "x" * MAX_DOCUMENT_CHARS
         ([Doc("a", " \n")], "documents[0].text"),
         ([Doc("a", FULL + "x")], "documents[0].text"),
         ([Doc("a", "x", {"b": {"c": object()}})], "documents[0].metadata.b.c"),
+        ([Doc("a", "x"), Doc("b", "x", {"c": "x" * MAX_METADATA_BYTES})], "documents[1].metadata"),
         ([Doc(str(n), FULL) for n in range(MAX_TEXT_CHARS // MAX_DOCUMENT_CHARS + 1)], "documents"),
     ],
 )

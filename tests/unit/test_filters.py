@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from gateway.knowledge.filters import (
     MAX_CONDITIONS,
     MAX_DEPTH,
     MAX_LEAVES,
+    MAX_METADATA_BYTES,
+    MAX_QUOTED_CHARS,
     MAX_VALUES,
     AnyTerm,
     InRange,
@@ -93,3 +96,36 @@ def test_metadata_has_a_greatest_depth() -> None:
     check_metadata(nested, "metadata")
     with pytest.raises(InvalidRequest, match="deep"):
         check_metadata({"inner": nested}, "metadata")
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00e9"])
+def test_metadata_has_a_greatest_size_as_json(letter: str) -> None:
+    room = (MAX_METADATA_BYTES - len('{"a":{"b":""}}')) // len(letter.encode())
+    check_metadata(MappingProxyType({"a": MappingProxyType({"b": letter * room})}), "documents[3].metadata")
+    with pytest.raises(InvalidRequest, match=str(MAX_METADATA_BYTES)) as refused:
+        check_metadata({"a": {"b": letter * (room + 1)}}, "documents[3].metadata")
+    assert refused.value.param == "documents[3].metadata"
+
+
+LONG = "n" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({LONG: None}, f"filter.{LONG[:MAX_QUOTED_CHARS]}"),
+        ({"year": {LONG: 1}}, f"filter.year.{LONG[:MAX_QUOTED_CHARS]}"),
+        ({10**5_000: "x"}, "filter.int"),
+    ],
+)
+def test_a_long_name_is_not_said_back_whole(given: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_filter(given)
+    assert refused.value.param == param
+    assert LONG[: MAX_QUOTED_CHARS + 1] not in refused.value.message
+
+
+def test_a_long_name_of_metadata_is_not_said_back_whole() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_metadata({"a": {LONG: 1}}, "metadata")
+    assert refused.value.param == f"metadata.a.{LONG[:MAX_QUOTED_CHARS]}"

@@ -13,6 +13,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from gateway.http import exchange
 from gateway.http.app import GatewayApp
 from gateway.http.shapes import ErrorEnvelope
 from gateway.pipeline.contract import Contract
@@ -254,6 +255,83 @@ async def test_streams_above_the_cap_are_refused_and_places_come_back() -> None:
             hold.set()
             assert (await first).status_code == 200
             assert (await client.post(INVOKE, json=body_of(INVOKE, False))).status_code == 200
+
+
+class Dribbler:
+    """A request whose body comes when it is let."""
+
+    def __init__(self) -> None:
+        self.parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.parts.put_nowait({"type": "http.request", "body": b'{"input": "x", ', "more_body": True})
+        self.sent: list[Any] = []
+
+    async def ask(self, app: GatewayApp) -> None:
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        headers = [(b"x-api-key", b"zg-good")]
+        scope = {"type": "http", "method": "POST", "path": INVOKE, "headers": headers}
+        await app(scope, self.parts.get, send)
+
+
+async def test_a_body_that_dribbles_in_holds_no_place() -> None:
+    slow = Dribbler()
+    async with app_of(services(ScriptedRunner([STARTED, CHUNK, FINISHED]))) as app:
+        asking = asyncio.create_task(slow.ask(app))
+        while not slow.parts.empty():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        transport = httpx.ASGITransport(app)
+        headers = {"x-api-key": "zg-good"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
+            assert (await client.post(INVOKE, json=body_of(INVOKE, False))).status_code == 200
+        slow.parts.put_nowait({"type": "http.request", "body": b'"stream": false}', "more_body": False})
+        await asking
+        assert app._pace.streams == 0
+    assert slow.sent[0]["status"] == 200
+
+
+async def test_a_body_that_does_not_end_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BODY_TIME_S", 0.0)
+    slow = Dribbler()
+    async with app_of(services(ScriptedRunner([]))) as app:
+        await slow.ask(app)
+    assert slow.sent[0]["status"] == 408
+    assert (b"connection", b"close") in slow.sent[0]["headers"]
+    error = json.loads(slow.sent[1]["body"])["error"]
+    assert (error["code"], error["param"]) == ("request_timeout", "body")
+
+
+async def asked_with(*headers: tuple[str, str]) -> httpx.Response:
+    async with app_of(services(ScriptedRunner([STARTED, CHUNK, FINISHED]))) as app:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            given = [("x-api-key", "zg-good"), *headers]
+            return await client.post(INVOKE, json=body_of(INVOKE, False), headers=given)
+
+
+@pytest.mark.parametrize("values", [("",), (" ",), ("local", "local"), ("local", "US")])
+async def test_a_blank_or_repeated_residency_is_refused(values: tuple[str, ...]) -> None:
+    answer = await asked_with(*(("x-data-residency", value) for value in values))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-data-residency"
+
+
+async def test_one_residency_is_taken() -> None:
+    assert (await asked_with(("x-data-residency", "local"))).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["grid-version", "anthropic-version"])
+async def test_only_served_versions_are_taken(name: str) -> None:
+    for headers in ([], [(name, "2024-06-15")]):
+        answer = await asked_with(*headers)
+        assert answer.status_code == 200
+        assert answer.headers["grid-version-served"] == "2024-06-15"
+    answer = await asked_with((name, "2031-01-01"))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_request", name)
+    assert "2024-06-15" in error["message"]
+    assert answer.headers["grid-version-served"] == "2024-06-15"
 
 
 @pytest.mark.parametrize("server_cancels", [True, False])

@@ -7,6 +7,7 @@ import pytest
 from gateway.http.errors import (
     TABLE,
     MethodNotAllowed,
+    RequestTimeout,
     envelope,
     error_headers,
     openai_envelope,
@@ -58,6 +59,14 @@ def test_a_new_kind_takes_the_status_of_its_nearest_base() -> None:
         code = "new_refusal"
 
     assert status_of(NewRefusal("x")) == TABLE[Saturated]
+
+
+def test_a_late_body_is_the_callers_and_may_come_again() -> None:
+    error = RequestTimeout("late", param="body")
+    assert status_of(error)[0] == 408
+    assert envelope(error, "req_1")["error"]["code"] == "request_timeout"
+    assert error.retryable
+    assert dict(error_headers(error))[b"connection"] == b"close"
 
 
 def test_details_stand_beside_the_fixed_fields_and_never_hide_them() -> None:

@@ -96,6 +96,8 @@ class VectorsActor:
         assert self._folder is not None
         try:
             result = await self._in_thread(_run, self._folder, call)
+            # Encodes at once, and refuses a reply that no frame holds: the caller is told that too.
+            peer.send(StoreReply(call.stream, result))
         except GridError as error:
             peer.send(_refused(call.stream, error))
             return
@@ -103,7 +105,6 @@ class VectorsActor:
             log.error("%s on %s failed: %s", call.op, call.collection, type(error).__name__)
             peer.send(_refused(call.stream, InternalError(f"the vector store could not {call.op}")))
             return
-        peer.send(StoreReply(call.stream, result))
         if call.op == "upsert":
             await self._in_thread(self._folder.optimise)
 
