@@ -32,10 +32,10 @@ MAX_DEPTH = 8
 MAX_LEAVES = 256
 """Values in one document's metadata; each becomes a term, in every piece of the document."""
 MAX_METADATA_BYTES = 16 * 1024
-"""Of one document's metadata as JSON. Each piece's row holds a copy, some thousand in a long document, and each
-hit brings one: a hundred of them and their texts stay well within a frame."""
+"""Of one document's metadata as JSON. Each piece's row holds a copy, hundreds in a long document, and
+each hit brings one: a hundred of them and their texts stay well within a frame."""
 MAX_QUOTED_CHARS = 64
-"""Of a caller's own word in what is said back: enough to find it by, too little to flood an error or a log."""
+"""Of a caller's own word in what is said back: enough to find it by, too little to flood a log."""
 MAX_INTEGER = 2**63 - 1
 """What every store keeps exactly."""
 TERM_BYTES = 16
@@ -119,7 +119,7 @@ def check_metadata(metadata: Mapping[str, Any], param: str) -> None:
     if size > MAX_METADATA_BYTES:
         raise InvalidRequest(
             f"metadata has at most {MAX_METADATA_BYTES} bytes as JSON, not {size}; what is to be searched by "
-            "its meaning belongs into the text",
+            "its meaning belongs in the text",
             param=param,
         )
 
@@ -147,8 +147,8 @@ def _range(field: str, bounds: Mapping[str, Any], param: str) -> InRange:
         path = f"{param}.{_quoted(bound)}"
         if bound not in BOUNDS:
             raise InvalidRequest(
-                f"unknown condition {_quoted(bound)!r}: a condition is a value, a list of values, or a range made of "
-                f"{', '.join(BOUNDS)}",
+                f"unknown condition {_quoted(bound)!r}: a condition is a value, a list of values, or a range "
+                f"made of {', '.join(BOUNDS)}",
                 param=path,
             )
         if isinstance(value, bool) or not isinstance(value, int | float) or not _storable_number(value):
