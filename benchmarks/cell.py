@@ -13,15 +13,20 @@ import argparse
 import json
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from gateway import launch
-from grid.config import Config, load
+HERE = Path(__file__).resolve().parent
+# A script's own folder is searched first, and a neighbour's name would hide the package.
+sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples/cells/simulated.yaml"
+from gateway import launch  # noqa: E402
+from grid.config import Config, load  # noqa: E402
+
+EXAMPLE = HERE.parent / "examples/cells/simulated.yaml"
 
 
 def config(folder: Path) -> Config:

@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import secrets
 import statistics
 import sys
@@ -153,13 +154,17 @@ async def compare(bench: Bench, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         leaving.append(await bench.leave())
         closing.append(await bench.close_generator())
-    new, other, same = [], [], []
-    for turn in range(rounds):
+    new: list[tuple[float, int]] = []
+    other: list[tuple[float, int]] = []
+    same: list[tuple[float, int]] = []
+    rng = random.Random(0)
+    for _ in range(rounds):
         prompt = fresh_prompt()
         await bench.ttft(prompt, "tenant-a")
         asked = [(fresh_prompt(), "tenant-b", new), (prompt, "tenant-b", other), (prompt, "tenant-a", same)]
-        # Each goes first equally often, because whoever comes after a pause finds a colder machine.
-        for text, tenant, rows in asked[turn % 3 :] + asked[: turn % 3]:
+        # In any order, because whoever comes after a pause finds a colder machine.
+        rng.shuffle(asked)
+        for text, tenant, rows in asked:
             rows.append(await bench.ttft(text, tenant))
     return {
         "rounds": rounds,
