@@ -13,7 +13,7 @@ test: setup          ## the whole suite, real cells and real vLLM included
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-fast: setup     ## without real cells and vLLM, under a minute
-	@$(BIN)/python -m pytest -m "not cell and not vllm" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not cell and not vllm and not slow" $(ARGS)
 
 check: setup         ## what CI runs: format, lint, types, import contract, tests
 	$(BIN)/ruff format --check .

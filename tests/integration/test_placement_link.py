@@ -273,6 +273,7 @@ async def test_watchers_hear_of_units_that_join_change_and_leave(cell: Cell) -> 
             await client.place(make_request(), 5)
 
 
+@pytest.mark.slow
 async def test_the_view_is_pushed_again_without_any_change(cell: Cell) -> None:
     ear = Ear()
     await cell.unit(make_card())

@@ -280,6 +280,7 @@ async def test_a_unit_that_cannot_be_reached_is_passed_over(tmp_path: Path) -> N
         await c.until_idle()
 
 
+@pytest.mark.slow
 async def test_stream_control_holds_on_the_way(tmp_path: Path) -> None:
     async with cell(tmp_path, units=1) as c:
         planned = plan(c.config, "req_1", max_output_tokens=100)

@@ -63,6 +63,7 @@ def config(tmp_path: Path) -> Config:
     return Config.model_validate({"cell": {"state_dir": str(tmp_path)}, "gateway": {"port": 18123}})
 
 
+@pytest.mark.slow
 def test_haproxy_listens_where_the_configuration_says_and_nowhere_else(config: Config, folder: Path) -> None:
     environment = serve_environment(config, folder)
     rendered = subprocess.run(

@@ -186,6 +186,7 @@ async def test_vectors_survive_their_owner_and_clients_find_the_next_one(config:
     await owner.close()
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_survives_a_kill_of_the_owner(tmp_path: Path) -> None:
     script = f"""
 import os

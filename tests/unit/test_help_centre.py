@@ -63,6 +63,7 @@ def test_the_contract_is_one_that_the_gateway_takes() -> None:
     assert generation.temperature == 0, "the demo's answers are checked, so they must be reproducible"
 
 
+@pytest.mark.slow
 async def test_questions_find_their_article_among_the_three_best(manifest: Manifest, tmp_path: Path) -> None:
     asked = [*QUESTIONS["demo"], *QUESTIONS["retrieval"]]
     documents = published(manifest)
