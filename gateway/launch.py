@@ -323,7 +323,7 @@ def down(config: Config, *, progress: Progress = lambda _line: None) -> bool:
 
 @contextlib.contextmanager
 def ray_head(config: Config) -> Iterator[str]:
-    """Yield the address of a Ray head with a cell's settings and nothing on it; for benchmarks and tests."""
+    """Yield the address of a Ray head with a cell's settings and nothing on it, to compare a cell with."""
     paths = cell_paths(config)
     with _exclusive(paths):
         _prepare_folders(paths)

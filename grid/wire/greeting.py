@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -30,7 +31,7 @@ class Identity(NamedTuple):
         return f"Identity({self.role!r}, {self.peer_id!r})"
 
 
-class _Greeting(asyncio.Protocol):
+class _Greeting(asyncio.Protocol, ABC):
     """What both sides of a handshake share: bytes to frames, and the ways to fail."""
 
     def __init__(self, me: Identity) -> None:
@@ -53,8 +54,9 @@ class _Greeting(asyncio.Protocol):
         except ProtocolError as error:
             self._fail("protocol_error", error.reason)
 
+    @abstractmethod
     def _heard(self, message: WireMessage) -> None:
-        raise NotImplementedError
+        """Take the next message of the handshake. Raises HandshakeError."""
 
     def _fail(self, code: str, reason: str) -> None:
         if not self._is_over:
