@@ -238,6 +238,7 @@ class View:
             holder=holder,
             prompt_tokens=request.prompt_tokens,
             kv_tokens=cost.expected_kv_tokens(request),
+            made_s=self._clock.read(now_s),
             expires_s=self._clock.read(now_s) + self.rules.lease_s,
         )
         self._ledger.add(reservation)
@@ -254,7 +255,7 @@ class View:
             return False
         row = self._row_of(reservation)
         if row is not None:
-            until_s = self.units[row].health.settled(outcome, self._clock.read(now_s))
+            until_s = self.units[row].health.settled(outcome, reservation.made_s, self._clock.read(now_s))
             if until_s is not None:
                 self.columns.suspect_until_s[row] = until_s
         return True

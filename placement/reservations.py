@@ -22,6 +22,7 @@ class Reservation:
     """Link of the gateway that it was made for."""
     prompt_tokens: int
     kv_tokens: int
+    made_s: float
     expires_s: float
     seen: bool = False
     """The unit's newest sample held it, so that sample's counts include it."""

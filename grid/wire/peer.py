@@ -31,10 +31,10 @@ CLOSE_S = 1.0
 
 
 class Beats(NamedTuple):
-    """When a peer counts as dead: after `silent` own beats in a row without any byte from it.
+    """When a peer counts as lost: after own beats in a row without any byte from it.
 
     Only punctual beats count, never wall time: an observer that is late itself says nothing about its peer.
-    Where the peer's answers have been slow, its silence must last `ROUND_TRIPS` of the slowest recent one.
+    The silence must last `silent` beats and `lost_s`.
     """
 
     busy_s: float
@@ -42,16 +42,12 @@ class Beats(NamedTuple):
     idle_s: float
     """Between beats otherwise, and on the listening side."""
     silent: int
+    lost_s: float
 
 
-CELL_BEATS = Beats(busy_s=0.04, idle_s=1.0, silent=3)
-"""A frozen peer shows within about 150 ms; an engine in the peer's loop stalls it for up to 90 ms."""
-
-ROUND_TRIPS = 4
-"""On a machine with more work than cores, a busy process may get no time for 150 ms and yet be well."""
-
-ROUND_TRIP_DECAY = 0.97
-"""Of the slowest round trip, with each newer one: half of it is forgotten within a second of busy beats."""
+CELL_BEATS = Beats(busy_s=0.04, idle_s=1.0, silent=3, lost_s=1.0)
+"""A cut ends streams, so it waits until the peer can't be merely slow: an engine in the peer's loop stalls it
+for up to 90 ms, and on a machine with more work than cores a process that is well has got no time for 160."""
 
 
 class Handler(Protocol):
@@ -90,8 +86,6 @@ class Peer(asyncio.Protocol):
         """Messages for this peer that came after it had closed."""
         self.frames_dropped = 0
         """Frames that nobody here was waiting for any more."""
-        self.slowest_round_trip_s = 0.0
-        """Of the recent answers to our beats; the listening side does not measure it."""
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[str] = self._loop.create_future()
         """Resolves with the reason once the connection is gone."""
@@ -192,7 +186,7 @@ class Peer(asyncio.Protocol):
         elif isinstance(message, Ping):
             self.send(Pong(0, message.tick))
         elif isinstance(message, Pong):
-            self._note_round_trip(message.tick)
+            pass  # any byte was the sign of life
         elif isinstance(message, Bye):
             self._end(f"{message.code}: {message.message}" if message.message else message.code)
             self._hang_up()
@@ -230,20 +224,13 @@ class Peer(asyncio.Protocol):
             self._silent = 0
         elif late_s < self._beats.busy_s / 2:
             self._silent += 1
-            needed_s = max(
-                self._beats.silent * self._beat_interval_s, ROUND_TRIPS * self.slowest_round_trip_s
-            )
-            if self._silent * self._beat_interval_s >= needed_s:
+            silent_s = self._silent * self._beat_interval_s
+            if self._silent >= self._beats.silent and silent_s >= self._beats.lost_s:
                 self._cut(
                     f"silent: no byte for {self._silent} beats of {self._beat_interval_s * 1000:.0f} ms"
                 )
                 return
         self._next_beat()
-
-    def _note_round_trip(self, tick: int) -> None:
-        round_trip_s = self._loop.time() - tick / 1e6
-        if 0 <= round_trip_s < self._beats.idle_s:
-            self.slowest_round_trip_s = max(round_trip_s, ROUND_TRIP_DECAY * self.slowest_round_trip_s)
 
     # --- the end ------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from grid.engines.environment import engine_environment
 from grid.engines.models import TINY_RANDOM
 from grid.engines.registry import build_engine
 from grid.engines.vllm import VLLMEngine
+from grid.engines.vllm_child import CPU_NICENESS
 from grid.errors import ContextOverflow, InvalidRequest, UnitLost
 from grid.words import FinishReason, Message, Sampling
 
@@ -214,6 +215,7 @@ async def test_a_dead_engine_process_ends_its_streams_with_unit_lost(environment
     engine = await started()
     (process,) = [child for child in multiprocessing.active_children() if child.pid not in mine]
     assert process.pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + CPU_NICENESS
     steps = engine.generate(await generation(engine, "long", 900))
     await anext(steps)
     os.kill(process.pid, signal.SIGKILL)
