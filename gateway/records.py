@@ -41,6 +41,10 @@ class PipelineRecord:
     updated_at: str
 
 
+GRID_EMBEDDED_TYPES = frozenset({"qdrant"})
+"""Types of data source whose vectors the grid makes itself, from the documents that it is given."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataSourceRecord:
     data_source_id: str
@@ -55,6 +59,11 @@ class DataSourceRecord:
     document_count: int
     last_updated_at: str
     created_at: str
+
+    @property
+    def grid_embeds(self) -> bool:
+        """Whether the grid made the vectors, and so may choose how a query for them is embedded."""
+        return self.type in GRID_EMBEDDED_TYPES
 
 
 @dataclass(frozen=True, slots=True)

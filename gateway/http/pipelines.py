@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import orjson
@@ -16,10 +17,10 @@ from gateway.http.shapes import Deleted, PipelineList, PipelineView
 from gateway.http.sse import event
 from gateway.pipeline.contract import Contract, Invocation, RetrievalStep, parse
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started, StepPlacement, StepTiming
-from gateway.pipeline.plan import Plan, check_models, plan_invocation
+from gateway.pipeline.plan import Plan, check_models, check_sources, plan_invocation
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus, RetrievedDocument
 from gateway.trust.residency import check_marks, texts_within
-from grid.errors import NoEligibleUnit
+from grid.errors import NoEligibleUnit, NotFound
 
 router = APIRouter(tags=["pipelines"])
 
@@ -36,6 +37,7 @@ async def create_pipeline(call: InCall) -> Json:
     if call.residency.regions is not None:
         check_marks(call.residency, texts_within(contract.model_dump()))
     check_models(contract, call.services.config)
+    check_sources(contract, await present_sources(call, contract), call.services.config)
     record = await call.services.registry.create_pipeline(
         call.tenant.tenant_id, contract, idempotency_key=call.exchange.header(b"idempotency-key")
     )
@@ -106,6 +108,15 @@ async def plan_of(call: Call, record: PipelineRecord, invocation: Invocation) ->
         sources={step.id or "": await source_of(call, step) for step in record.contract.pipeline.retrievals},
         residency=call.residency,
     )
+
+
+async def present_sources(call: Call, contract: Contract) -> dict[str, DataSourceRecord]:
+    """Return the data sources of a contract that exist already, by step id."""
+    found = {}
+    for step in contract.pipeline.retrievals:
+        with contextlib.suppress(NotFound):
+            found[step.id or ""] = await source_of(call, step)
+    return found
 
 
 async def source_of(call: Call, step: RetrievalStep) -> DataSourceRecord:

@@ -24,7 +24,7 @@ from gateway.pipeline.deployment import (
     retrieval_steps,
     transition,
 )
-from gateway.pipeline.plan import check_models
+from gateway.pipeline.plan import check_models, check_sources
 from gateway.pipeline.registry import Registry
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
 from gateway.state import Lease
@@ -152,6 +152,10 @@ class Deployer:
                 findings.append(Finding(step_id, problem=unknown.message))
             else:
                 sources[step_id] = source
+        try:
+            check_sources(record.contract, sources, self._config)
+        except InvalidRequest as wrong:
+            return [*findings, Finding("contract", problem=wrong.message)]
         for request in dry_runs(record, sources, now):
             refusal: GridError | None = None
             try:

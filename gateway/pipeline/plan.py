@@ -16,6 +16,7 @@ from gateway.pipeline.contract import (
     FilterValue,
     GenerationStep,
     Invocation,
+    QueryEmbedding,
     RetrievalStep,
     StreamControl,
     overridden,
@@ -182,6 +183,15 @@ def plan_chat(
     )
 
 
+def check_sources(contract: Contract, sources: Mapping[str, DataSourceRecord], config: Config) -> None:
+    """Raises InvalidRequest, naming the step's field, for a query that can't be embedded as its data source
+    was. `sources` holds those that exist already, by step id."""
+    for index, step in enumerate(contract.pipeline.steps):
+        if isinstance(step, RetrievalStep) and step.query_embedding is not None and step.id in sources:
+            param = f"pipeline.steps[{index}].query_embedding"
+            check_query_embedding(step.query_embedding, param, sources[step.id], config)
+
+
 def check_models(contract: Contract, config: Config) -> None:
     """Raises InvalidRequest, naming the step's field, for a model that the cell doesn't have."""
     for index, step in enumerate(contract.pipeline.steps):
@@ -237,7 +247,7 @@ def _retrieval(
             param=f"{param}.{field}",
         )
     if step.query_embedding is not None:
-        _check_embedding(step, f"{param}.query_embedding", source, config, warnings)
+        warnings += check_query_embedding(step.query_embedding, f"{param}.query_embedding", source, config)
     return RetrievalPlan(
         step_id=step.id,
         source=source,
@@ -249,15 +259,19 @@ def _retrieval(
     )
 
 
-def _check_embedding(
-    step: RetrievalStep, param: str, source: DataSourceRecord, config: Config, warnings: list[str]
-) -> None:
-    """Queries are embedded as the documents were; a contract that asks for another way is told."""
-    asked = step.query_embedding
-    assert asked is not None
+def check_query_embedding(
+    asked: QueryEmbedding, param: str, source: DataSourceRecord, config: Config
+) -> list[str]:
+    """Return warnings on how a query of `source` is embedded; raises InvalidRequest where it can't be.
+
+    Queries are embedded as the documents were. Where the grid embedded those, a contract may name another
+    provider's model by an alias, and the alias may say that its vector length is ignored. Vectors that
+    came from elsewhere say nothing of their model but their length, so nothing is overlooked there.
+    """
+    warnings: list[str] = []
     alias = config.aliases.get(asked.model)
     generating = {model.name for model in config.models if model.engine != "embedding"}
-    if alias is not None and alias.model in generating:
+    if alias is not None and alias.model in generating and source.grid_embeds:
         # One alias serves contracts that name a single provider model for both purposes.
         warnings.append(
             f"{param}.model: {asked.model!r} stands for a model that generates; the query is embedded with "
@@ -272,14 +286,15 @@ def _check_embedding(
                 f"{model.name!r}; name that model, or fill a data source with the other one",
                 param=f"{param}.model",
             )
-    if asked.dimension is None or asked.dimension == source.dimension:
-        return
+    # A source without documents may not know its length yet.
+    if asked.dimension is None or source.dimension in (0, asked.dimension):
+        return warnings
     mismatch = (
         f"{param}.dimension: is {asked.dimension}, but the data source's vectors have {source.dimension}"
     )
-    if alias is None or not alias.ignore_dimension:
+    if alias is None or not alias.ignore_dimension or not source.grid_embeds:
         raise InvalidRequest(f"{mismatch}; give that, or leave it out", param=f"{param}.dimension")
-    warnings.append(f"{mismatch}; ignored, as the alias {asked.model!r} asks for")
+    return [*warnings, f"{mismatch}; ignored, as the alias {asked.model!r} asks for"]
 
 
 def _unserved(contract: Contract) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -132,6 +133,26 @@ async def test_chunks_are_as_large_as_asked(cell: LocalCell) -> None:
     sizes = [data["tokens"] for name, data in said if name == "token"]
     assert sum(sizes) == 40
     assert all(size >= 16 for size in sizes[:-1])
+
+
+async def test_a_query_that_contradicts_its_data_source_is_refused_at_once(cell: LocalCell) -> None:
+    embedding = {"model": EMBEDDING_MODEL, "dimension": DIMENSION + 1}
+    asked = {"type": "retrieval", "source": "sized", "query_embedding": embedding}
+    contract = {"pipeline": {"steps": [asked, generation()]}}
+    async with cell.client(await cell.tenant("sized")) as client:
+        early = (await client.post("/v1/pipelines", json=contract)).json()["pipeline_id"]
+        await client.post("/v1/data-sources", json={"name": "sized", "type": "qdrant"})
+        late = await client.post("/v1/pipelines", json=contract)
+        reason = ""
+        async with asyncio.timeout(5):
+            while "query_embedding.dimension" not in reason:
+                view = (await client.get(f"/v1/pipelines/{early}")).json()
+                reason = view["reason"] or ""
+    assert (late.status_code, late.json()["error"]["param"]) == (
+        400,
+        "pipeline.steps[0].query_embedding.dimension",
+    )
+    assert view["status"] == "failed"
 
 
 async def test_documents_are_found_and_shown_before_the_answer(cell: LocalCell) -> None:

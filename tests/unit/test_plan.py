@@ -203,6 +203,22 @@ def test_an_alias_may_ignore_the_dimension_with_a_warning(alias: str) -> None:
     assert any("query_embedding.dimension: is 1536" in warning for warning in planned.warnings)
 
 
+@pytest.mark.parametrize(
+    ("asked", "field"), [({"model": "ada", "dimension": 1536}, "dimension"), ({"model": "claude"}, "model")]
+)
+def test_vectors_from_elsewhere_leave_an_alias_nothing_to_overlook(asked: dict[str, Any], field: str) -> None:
+    """The length, and that one name stands for both purposes, are the grid's to settle only for its own."""
+    step = {**RETRIEVAL, "query_embedding": asked}
+    assert plan(step, GENERATION).warnings
+    error = refused(InvalidRequest, step, GENERATION, source=replace(SOURCE, type="pinecone"))
+    assert error.param == f"pipeline.steps[0].query_embedding.{field}"
+
+
+def test_a_source_that_does_not_know_its_length_yet_contradicts_nobody() -> None:
+    asked = {"model": "minilm", "dimension": 1536}
+    assert plan({**RETRIEVAL, "query_embedding": asked}, source=replace(SOURCE, dimension=0)).warnings == ()
+
+
 def test_retrieval_asks_with_the_last_words_of_the_user() -> None:
     turns = [
         {"role": "user", "content": "first"},
