@@ -25,7 +25,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from gateway import launch
-from gateway.console import (
+from gateway.cli.console import (
     EXIT_FAILED,
     counting,
     err,
@@ -36,8 +36,8 @@ from gateway.console import (
     steps,
     visible,
 )
+from gateway.cli.manifest import Manifest, load_manifest
 from gateway.launch import CellInfo
-from gateway.manifest import Manifest, load_manifest
 from grid import Grid
 from grid.config import Config, load
 from grid.errors import InternalError

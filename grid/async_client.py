@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -22,6 +23,7 @@ from grid.exchange import (
     json_of,
     key_headers,
     request_of,
+    trusted,
 )
 from grid.operations import ACTIVE_TIMEOUT_S, Input, Json, OnProgress, Operation, Operations, Wait
 from grid.runs import Answer, Event, RunState
@@ -30,20 +32,25 @@ R = TypeVar("R")
 
 
 class AsyncGrid:
-    """The asynchronous twin of `Grid`. `transport`, `sleep` and `clock` are for tests."""
+    """The asynchronous twin of `Grid`, with its arguments. `transport`, `sleep` and `clock` are for tests."""
 
     def __init__(
         self,
         url: str = DEFAULT_URL,
         key: str = "",
         *,
+        ca_file: Path | str | None = None,
         max_retries: int = calls.MAX_RETRIES,
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._http = httpx.AsyncClient(
-            base_url=url, headers=key_headers(key), timeout=TIMEOUT, transport=transport
+            base_url=url,
+            headers=key_headers(key),
+            timeout=TIMEOUT,
+            verify=trusted(ca_file),
+            transport=transport,
         )
         self._operations = Operations(max_retries)
         self._sleep = sleep

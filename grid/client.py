@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -31,6 +32,7 @@ from grid.exchange import (
     json_of,
     key_headers,
     request_of,
+    trusted,
 )
 from grid.operations import ACTIVE_TIMEOUT_S, Input, Json, OnProgress, Operation, Operations, Wait
 from grid.runs import Answer, Event, RunState
@@ -41,6 +43,7 @@ R = TypeVar("R")
 class Grid:
     """A connection to one gateway. Use it as a context manager, or call `close`.
 
+    For https, `ca_file` names the certificates (PEM) to trust in place of the usual authorities.
     `transport`, `sleep` and `clock` are for tests.
     """
 
@@ -49,13 +52,18 @@ class Grid:
         url: str = DEFAULT_URL,
         key: str = "",
         *,
+        ca_file: Path | str | None = None,
         max_retries: int = calls.MAX_RETRIES,
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._http = httpx.Client(
-            base_url=url, headers=key_headers(key), timeout=TIMEOUT, transport=transport
+            base_url=url,
+            headers=key_headers(key),
+            timeout=TIMEOUT,
+            verify=trusted(ca_file),
+            transport=transport,
         )
         self._operations = Operations(max_retries)
         self._sleep = sleep

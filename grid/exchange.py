@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import httpx
 
 from grid.calls import Call, Unreachable, error_of
-from grid.errors import GridError, InternalError
+from grid.errors import GridError, InternalError, InvalidRequest
 from grid.operations import Json, Open, Operation, Wait
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -45,6 +47,19 @@ class Steps(Generic[R]):
 
 def key_headers(key: str) -> dict[str, str]:
     return {"x-api-key": key} if key else {}
+
+
+def trusted(ca_file: Path | str | None) -> ssl.SSLContext | bool:
+    """Return what httpx should trust for https. Raises InvalidRequest for a file without certificates."""
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or error.args[-1]
+        raise InvalidRequest(
+            f"{ca_file}: holds no certificates to trust ({reason}); name a PEM file", param="ca_file"
+        ) from None
 
 
 def request_of(http: httpx.Client | httpx.AsyncClient, call: Call) -> httpx.Request:

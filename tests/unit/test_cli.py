@@ -11,8 +11,8 @@ import pytest
 from support.gateway import FINISH, LISTED, RETRIEVAL, START, refusal, sse
 from typer.testing import CliRunner, Result
 
-from gateway import cli
-from gateway.console import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
+from gateway.cli.app import app
+from gateway.cli.console import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
 from grid import client
 
 UNIT = {
@@ -68,7 +68,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gateway:
 
 
 def grid(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments))
+    return CliRunner().invoke(app, list(arguments))
 
 
 def test_invoke_prints_the_answer_on_stdout_and_where_it_ran_on_stderr(gateway: Gateway) -> None:
@@ -218,12 +218,19 @@ def test_nobody_there_is_its_own_exit_code(gateway: Gateway, monkeypatch: pytest
     def refuse(_request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
-    monkeypatch.setattr(cli, "Grid", partial(client.Grid, sleep=lambda _seconds: None))
+    monkeypatch.setattr(client, "Grid", partial(client.Grid, sleep=lambda _seconds: None))
     gateway.routes = {("GET", "/v1/units"): refuse}
     result = grid("units", "--url", "http://nowhere:1")
     assert result.exit_code == EXIT_UNREACHABLE
     assert "no answer from the gateway at http://nowhere:1" in result.stderr
     assert "GRID_URL" in result.stderr
+
+
+def test_a_ca_file_without_certificates_is_named(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("nothing")
+    result = grid("units", "--url", "https://127.0.0.1:8000", "--ca", str(tmp_path / "ca.pem"))
+    assert result.exit_code == EXIT_USAGE
+    assert "ca.pem: holds no certificates to trust" in result.stderr
 
 
 @pytest.mark.parametrize(

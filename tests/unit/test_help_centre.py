@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.manifest import Manifest, load_manifest
+from gateway.cli.manifest import Manifest, load_manifest
 from gateway.pipeline.contract import Contract, parse
 from grid.config import Config
 from grid.engines.embedding import OnnxEmbeddingEngine

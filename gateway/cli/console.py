@@ -89,6 +89,21 @@ def print_fields(fields: Mapping[str, Any]) -> None:
         out.print(Text.assemble((f"{name:<{width}}  ", "dim"), visible(str(value))), soft_wrap=True)
 
 
+def print_record(record: Mapping[str, Any], as_json: bool) -> None:
+    """Print one record of the gateway's."""
+    if as_json:
+        print_json(record)
+    else:
+        print_fields(record)
+
+
+def print_deleted(what: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"deleted": True, "id": what})
+    else:
+        out.print(Text(f"deleted {visible(what)}"))
+
+
 def visible(text: str) -> str:
     """Return `text` without control characters: an answer or a name must not steer the reader's terminal."""
     return "".join(c for c in text if c in "\n\t" or c.isprintable())

@@ -1,0 +1,18 @@
+"""The command `grid`, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from gateway.cli import cell, keys, pipelines, sources, units
+
+app = typer.Typer(
+    help="Zerogrid: declare an AI pipeline and call it; the grid does the rest.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+for command in (cell.up, cell.down, cell.status, pipelines.apply, pipelines.invoke, units.units):
+    app.command()(command)
+app.add_typer(keys.app, name="keys")
+app.add_typer(sources.app, name="sources")

@@ -1,0 +1,90 @@
+"""`grid up`, `down` and `status`: the cell on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from gateway.cli.console import out, print_fields, print_json, reporting, steps
+from gateway.cli.options import AsJson, ConfigFile, Key, configuration
+from gateway.cli.units import print_units
+from grid.errors import GridError
+
+if TYPE_CHECKING:
+    from grid import Grid
+
+
+def up(config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Start a cell on this machine."""
+    from gateway import launch
+
+    with reporting(as_json):
+        loaded = configuration(config)
+        with steps() as progress:
+            info = launch.up(loaded, progress=progress)
+        if as_json:
+            print_json(info.as_dict())
+            return
+        said = "is already up" if info.already_running else f"is up in {info.seconds:g} s"
+        out.print(Text.assemble(("Cell ", ""), (info.name, "bold"), f" {said}"))
+        print_fields(
+            {
+                "API": f"{info.base_url} (documentation: {info.base_url}/docs)",
+                "Dashboard": info.dashboard_url,
+                "State": info.state_dir,
+                "Units": ", ".join(info.units) or "none",
+            }
+        )
+        if info.operator_key or info.tenant_key:
+            out.print(Text("\nKeys, shown this once:", "bold"))
+            print_fields({"Operator": info.operator_key or "", "Tenant": info.tenant_key or ""})
+            out.print(
+                Text(f"\nexport GRID_URL={info.base_url} GRID_API_KEY={info.tenant_key}"), soft_wrap=True
+            )
+
+
+def down(config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Stop the cell on this machine. Pipelines, documents and keys stay."""
+    from gateway import launch
+
+    with reporting(as_json):
+        loaded = configuration(config)
+        with steps() as progress:
+            stopped = launch.down(loaded, progress=progress)
+        if as_json:
+            print_json({"stopped": stopped})
+        else:
+            out.print("The cell is down." if stopped else "No cell was running.")
+
+
+def status(config: ConfigFile = None, key: Key = "", as_json: AsJson = False) -> None:
+    """Show the cell on this machine; with a key, its units too."""
+    from gateway import launch
+
+    with reporting(as_json):
+        state = launch.status(configuration(config))
+        if state["running"]:
+            with Grid(state["base_url"], key, max_retries=0) as grid:
+                state["ready"], state["not_ready"] = _readiness(grid)
+                if key.startswith("zg-op-"):
+                    state["units"] = grid.units()
+        if as_json:
+            print_json(state)
+        elif not state["running"]:
+            out.print("No cell is running; `grid up` starts one.")
+        else:
+            units = state.pop("units", [])
+            reasons = "; ".join(state.pop("not_ready"))
+            print_fields({**state, "ready": "yes" if state["ready"] else f"no: {reasons}"})
+            if units and isinstance(units[0], dict):
+                out.print()
+                print_units(units)
+
+
+def _readiness(grid: Grid) -> tuple[bool, list[str]]:
+    try:
+        answer = grid.readiness()
+    except GridError as error:
+        return False, [error.message]
+    return answer["ready"], answer["reasons"]
