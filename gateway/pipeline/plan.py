@@ -187,9 +187,12 @@ def check_sources(contract: Contract, sources: Mapping[str, DataSourceRecord], c
     """Raises InvalidRequest, naming the step's field, for a query that can't be embedded as its data source
     was. `sources` holds those that exist already, by step id."""
     for index, step in enumerate(contract.pipeline.steps):
-        if isinstance(step, RetrievalStep) and step.query_embedding is not None and step.id in sources:
+        if not isinstance(step, RetrievalStep) or step.query_embedding is None:
+            continue
+        source = sources.get(step.id or "")
+        if source is not None:
             param = f"pipeline.steps[{index}].query_embedding"
-            check_query_embedding(step.query_embedding, param, sources[step.id], config)
+            check_query_embedding(step.query_embedding, param, source, config)
 
 
 def check_models(contract: Contract, config: Config) -> None:
