@@ -104,15 +104,21 @@ print(json.dumps({"placement": list(placement)}))
 def configuration(state_dir: Path, replicas: int) -> Config:
     """Return a cell with a unit that waits for nothing and one that makes a token each 10 ms."""
     decode_ms = catalogue.decode_ms_per_token(GPU, PARAMETERS_B, Precision.BF16, 0.0)
-    simulated = {"gpu": GPU, "parameters_b": PARAMETERS_B}
-    shared = {"engine": "simulated", "precision": "bf16", "max_running": 256, "max_waiting": 256}
+    shared = {
+        "engine": "simulated",
+        "precision": "bf16",
+        "gpu": GPU,
+        "parameters_b": PARAMETERS_B,
+        "max_running": 256,
+        "max_waiting": 256,
+    }
     return Config.model_validate(
         {
             "cell": {"name": "bench", "state_dir": str(state_dir)},
             "gateway": {"port": free_port(), "replicas": replicas},
             "models": [
-                {"name": FAST, **shared, "simulated": {**simulated, "full_speed": True}},
-                {"name": PACED, **shared, "simulated": {**simulated, "speed": decode_ms / PACE_MS}},
+                {"name": FAST, **shared, "simulated": {"full_speed": True}},
+                {"name": PACED, **shared, "simulated": {"speed": decode_ms / PACE_MS}},
             ],
         }
     )

@@ -97,14 +97,18 @@ def _await_units(config: Config, supervisor: Any) -> list[str]:
         missing = [m for m in status["models"] if m["ready"] < m["wanted"]]
         if not missing:
             return sorted(unit for m in status["models"] for unit in m["units"])
-        failures = [f"{m['model']}: {m['failures'][-1]}" for m in missing if m["failures"]]
+        failures = [f"{_pool(m)}: {m['failures'][-1]}" for m in missing if m["failures"]]
         if any(m["gave_up"] for m in missing) or time.monotonic() > deadline:
             raise InternalError("units did not start: " + ("; ".join(failures) or f"{missing}"))
-        line = "loading models: " + ", ".join(f"{m['model']} {m['ready']}/{m['wanted']}" for m in missing)
+        line = "loading models: " + ", ".join(f"{_pool(m)} {m['ready']}/{m['wanted']}" for m in missing)
         if line != said:
             say(progress=line)
             said = line
         time.sleep(0.25)
+
+
+def _pool(row: dict[str, Any]) -> str:
+    return " ".join(filter(None, (row["model"], row["pool"])))
 
 
 def down(address: str) -> dict[str, Any]:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from grid.errors import InvalidRequest
-from grid.words import Precision
+from grid.model import Model, Section, Simulated
+
+__all__ = ["Alias", "Cell", "Config", "Gateway", "Model", "Section", "Simulated", "load", "parse"]
 
 
 def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Cell(Section):
@@ -50,53 +48,6 @@ class Placement(Section):
     """Five missed samples: a unit whose newest one is older counts as saturated."""
     prefer_region_wait_ms: float = Field(2000.0, ge=0)
     """A preferred region is passed over when its predicted wait exceeds this."""
-
-
-class Simulated(Section):
-    """How a simulated unit behaves; times come from the hardware catalogue for `gpu`."""
-
-    gpu: str = "H100"
-    seed: int = 0
-    speed: float = Field(1.0, gt=0)
-    """2.0 halves every simulated time; `full_speed` waits for nothing at all."""
-    full_speed: bool = False
-    parameters_b: float = Field(8.0, gt=0)
-    """Billions of parameters of the model that the unit pretends to run."""
-    answer_tokens: int = Field(0, ge=0, le=65_536)
-    """Mean length at which an answer ends by itself; 0: every answer runs to its max_output_tokens."""
-
-
-class Model(Section):
-    name: str = Field(min_length=1, max_length=128)
-    engine: Literal["vllm", "simulated", "embedding"]
-    source: str = ""
-    """`package:NAME` for a model that an installed package carries, or a folder; empty if simulated."""
-    precision: str = "fp32"
-    min_units: int = Field(1, ge=0, le=10_000)
-    max_units: int = Field(1, ge=0, le=10_000)
-    region: str = ""
-    """Where its units run; empty is the cell's region."""
-    gpus: float = Field(0.0, ge=0)
-    """A share of one GPU (below 1) or a whole number; 0 runs on CPU cores."""
-    cpus: float = Field(0.0, ge=0)
-    memory_grant_mb: int = Field(0, ge=0)
-    """The unit's share of GPU memory (RAM on CPU units); 0 takes it from the hardware."""
-    kv_cache_mb: int = Field(512, ge=16)
-    context_tokens: int = Field(2048, ge=128)
-    max_running: int = Field(16, ge=1, le=4096)
-    max_waiting: int = Field(32, ge=0, le=65_536)
-    simulated: Simulated = Simulated()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Model:
-        Precision.parse(self.precision)
-        if self.max_units < self.min_units:
-            raise ValueError(f"max_units ({self.max_units}) is below min_units ({self.min_units})")
-        if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise ValueError(f"gpus is a share below 1 or a whole number, not {self.gpus}")
-        if self.engine != "simulated" and not self.source:
-            raise ValueError(f"engine {self.engine!r} needs a source")
-        return self
 
 
 class Alias(Section):
@@ -151,13 +102,15 @@ class Config(Section):
     gateway: Gateway = Gateway()
     placement: Placement = Placement()
     models: tuple[Model, ...] = DEFAULT_MODELS
-    aliases: dict[str, Alias] = {}
+    aliases: dict[str, Alias] = Field(default_factory=dict)
     redis: Redis = Redis()
     vectors: Vectors = Vectors()
 
     @model_validator(mode="after")
     def _unambiguous(self) -> Config:
         names = {model.name for model in self.models}
+        if len(names) < len(self.models):
+            raise ValueError("two models have the same name; give units of one model in its `pools`")
         for alias, target in self.aliases.items():
             if alias in names:
                 raise ValueError(f"alias {alias!r} is also the name of a model; rename the alias")

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from grid.config import Model
 from grid.engines import simulated_text as text
+from grid.engines import variants
 from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Step
 from grid.engines.batching import BLOCK_TOKENS, Batch, Request, Speed
 from grid.engines.packing import (
@@ -44,7 +45,7 @@ class SimulatedEngine:
 
     def __init__(self, model: Model) -> None:
         precision, settings = Precision.parse(model.precision), model.simulated
-        gpu, parameters_b = catalogue.find(settings.gpu), settings.parameters_b
+        gpu, parameters_b = variants.pretended_gpu(model), variants.parameters_b(model)
         self._model = model
         self._seed = settings.seed
         self._answer_tokens = settings.answer_tokens
@@ -284,13 +285,13 @@ def _follow(measured: float, sample: float) -> float:
 def kv_tokens(model: Model) -> int:
     """Return the KV cache's size in tokens: what `kv_cache_mb` says where it is set, else what the weights
     leave of the memory grant (by default, of the GPUs' own memory); never less than one whole context."""
-    settings = model.simulated
+    parameters_b = variants.parameters_b(model)
     if "kv_cache_mb" in model.model_fields_set:
         free_mb = float(model.kv_cache_mb)
     else:
-        grant_mb = model.memory_grant_mb or catalogue.find(settings.gpu).memory_mb * (model.gpus or 1.0)
-        weights_mb = catalogue.weights_mb(settings.parameters_b, Precision.parse(model.precision))
-        free_mb = grant_mb * GPU_MEMORY_SHARE - weights_mb
-    tokens = int(free_mb * 2**20 / catalogue.kv_bytes_per_token(settings.parameters_b))
+        granted_mb = variants.memory_mb(model, variants.pretended_gpu(model))
+        weights_mb = catalogue.weights_mb(parameters_b, Precision.parse(model.precision))
+        free_mb = granted_mb * GPU_MEMORY_SHARE - weights_mb
+    tokens = int(free_mb * 2**20 / catalogue.kv_bytes_per_token(parameters_b))
     whole_context = -(-(model.context_tokens + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     return max(tokens, whole_context)

@@ -18,6 +18,7 @@ from typing import Any
 
 from grid.config import Model
 from grid.engines import models
+from grid.engines.arguments import Checkpoint, engine_arguments, read_checkpoint
 from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Step
 from grid.engines.decoder import Detokenizer
 from grid.engines.meter import Meter, Stay
@@ -25,21 +26,11 @@ from grid.engines.packing import check_room
 from grid.engines.prompt import PromptBuilder
 from grid.errors import InternalError, InvalidRequest, UnitLost
 from grid.hardware import catalogue
-from grid.words import FinishReason, Message, Precision
-
-KV_BLOCK_TOKENS_CPU = 32
-"""The block size that vLLM's CPU attention does best with."""
-
-GPU_MEMORY_SHARE = 0.9
-"""Of whole GPUs: the rest is for the driver, activations and intruders."""
-
-ACTIVATIONS_MB = 1536
-"""What a share of a GPU keeps free beside weights and KV cache."""
+from grid.hardware.catalogue import GpuModel
+from grid.words import UNKNOWN, FinishReason, Message, Precision
 
 SHUTDOWN_S = 1.0
 """vLLM's default waits 5 s for a process that has nothing to save."""
-
-DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -47,8 +38,15 @@ FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 class VLLMEngine:
     """Implements `grid.engines.base.Engine`."""
 
-    def __init__(self, model: Model, cache_dir: Path, progress: models.Progress = models.silent) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache_dir: Path,
+        progress: models.Progress = models.silent,
+        gpu: GpuModel = catalogue.GPUS["CPU"],
+    ) -> None:
         self._model = model
+        self._gpu = gpu
         self._precision = Precision.parse(model.precision)
         self._cache_dir = cache_dir
         self._progress = progress
@@ -63,7 +61,8 @@ class VLLMEngine:
         """Load the model. vLLM wants to be built inside the loop and blocks it for tens of seconds."""
         model = self._model
         folder = await asyncio.to_thread(models.resolve, model.source, self._cache_dir, self._progress)
-        arguments = engine_arguments(model, folder)
+        checkpoint = await asyncio.to_thread(read_checkpoint, folder)
+        arguments = engine_arguments(model, checkpoint, self._gpu)
         self._prompts = PromptBuilder(folder, model.context_tokens)
         self._detokenizer = Detokenizer(folder / "tokenizer.json")
         self._end_ids = end_ids(folder)
@@ -82,13 +81,24 @@ class VLLMEngine:
                 f"vLLM could not load {model.name} from {folder}: {type(error).__name__}: {error}"
             ) from error
         digest = await asyncio.to_thread(weights_digest, folder)
+        prefill_tokens_per_s, decode_ms_per_token = self._priors(checkpoint)
         return EngineFacts(
             model=model.name,
             precision=self._precision,
-            fingerprint=f"{vllm_adapter.kernels()}/{self._precision.label}/{digest}",
+            fingerprint=f"{vllm_adapter.kernels()}/{computed_as(arguments, self._precision)}/{digest}",
             context_tokens=model.context_tokens,
             kv_tokens_total=self._meter.kv_tokens_total,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            decode_ms_per_token=decode_ms_per_token,
         )
+
+    def _priors(self, checkpoint: Checkpoint) -> tuple[float, float]:
+        """Return the catalogue's guess at prefill tokens per second and at ms per decoded token."""
+        parameters_b = checkpoint.parameters_b(self._precision)
+        if not parameters_b:
+            return UNKNOWN, UNKNOWN
+        work = (self._gpu.name, parameters_b, self._precision, self._model.gpus)
+        return catalogue.prefill_tokens_per_s(*work), catalogue.decode_ms_per_token(*work)
 
     async def prepare(
         self, messages: Sequence[Message], documents: Sequence[str], max_output_tokens: int
@@ -164,68 +174,14 @@ def _finish_reason(name: str | None) -> FinishReason:
     raise InternalError(f"the engine ended a request with {name!r}")
 
 
-def engine_arguments(model: Model, folder: Path) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a unit. Raises InternalError for what vLLM can't serve there."""
-    precision = Precision.parse(model.precision)
-    arguments: dict[str, Any] = {
-        "model": str(folder),
-        "served_model_name": model.name,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "max_model_len": model.context_tokens,
-        "max_num_seqs": model.max_running,
-        "enable_prefix_caching": True,
-        "scheduling_policy": "priority",
-        "disable_log_stats": True,
-        "enable_log_requests": False,
-        **_weights(precision, folder),
-    }
-    if not model.gpus:
-        if precision not in catalogue.GPUS["CPU"].precisions:
-            served = ", ".join(p.label for p in catalogue.GPUS["CPU"].precisions)
-            raise InternalError(f"vLLM serves no {precision.label} on CPU cores; use one of {served}")
-        arguments |= {
-            "enforce_eager": True,
-            "block_size": KV_BLOCK_TOKENS_CPU,
-            "kv_cache_memory_bytes": model.kv_cache_mb * 2**20,
-        }
-    elif model.gpus < 1 or "kv_cache_mb" in model.model_fields_set:
-        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(model, folder)
-    else:
-        arguments["gpu_memory_utilization"] = GPU_MEMORY_SHARE
-    if model.gpus > 1:
-        arguments["tensor_parallel_size"] = int(model.gpus)
-    return arguments
-
-
-def _weights(precision: Precision, folder: Path) -> dict[str, Any]:
-    if precision in DTYPES:
-        return {"dtype": DTYPES[precision]}
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    if "quantization_config" in config:
-        return {"dtype": "auto"}
-    if precision is Precision.FP8:
-        return {"dtype": "auto", "quantization": "fp8"}
-    raise InternalError(
-        f"{precision.label} needs a checkpoint that is already quantised, and {folder.name} is not; "
-        "point the model's source at one, or choose fp8 or a 16-bit precision"
-    )
-
-
-def _kv_cache_bytes(model: Model, folder: Path) -> int:
-    """Return the KV cache's size on GPUs where vLLM must not take what it finds free."""
-    if "kv_cache_mb" in model.model_fields_set:
-        return model.kv_cache_mb * 2**20
-    if not model.memory_grant_mb:
-        raise InternalError(f"a unit of {model.name} owns a share of a GPU: set its memory_grant_mb")
-    weights_mb = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
-    free_mb = model.memory_grant_mb - weights_mb - ACTIVATIONS_MB
-    if free_mb <= 0:
-        raise InternalError(
-            f"{model.name} has {weights_mb:.0f} MB of weights and needs {ACTIVATIONS_MB} MB to compute in; "
-            f"its memory_grant_mb of {model.memory_grant_mb} leaves no room for a KV cache"
-        )
-    return int(free_mb * 2**20)
+def computed_as(arguments: dict[str, Any], precision: Precision) -> str:
+    """Return what of the engine's arguments changes the arithmetic, for the variant fingerprint."""
+    parts = [precision.label]
+    if "tensor_parallel_size" in arguments:
+        parts.append(f"tp{arguments['tensor_parallel_size']}")
+    if "kv_cache_dtype" in arguments:
+        parts.append(f"kv-{arguments['kv_cache_dtype']}")
+    return "+".join(parts)
 
 
 def end_ids(folder: Path) -> list[int]:

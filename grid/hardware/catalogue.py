@@ -41,11 +41,77 @@ BYTES_PER_PARAMETER: Mapping[Precision, float] = {INT4: 0.56, INT8: 1.0, FP8: 1.
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """What vLLM 0.32 does with each weight precision on one generation of GPUs."""
+
+    serves: Mapping[Precision, str]
+    """Precision to the way it is computed, best first. Order: 8 bit with native arithmetic, then smaller
+    weights with 16-bit arithmetic, then what is only slower."""
+    lacks: Mapping[Precision, str]
+    """Every other precision, and why it is not served."""
+    fp8_kv: str = ""
+    """The attention kernels that read an 8-bit KV cache; "" for none."""
+    fp4: str = ""
+    """4-bit floats, which an `int4` checkpoint may hold as well; "" for none."""
+
+
+NATIVE = "native"
+_NO_BF16 = "compute capability below 8.0 has no bf16 arithmetic"
+
+VOLTA = Kernels(
+    # By the kernels' own least capability (exllama 6.0). vLLM's published builds are for CUDA 13, which left
+    # Volta out, so a node with one needs a build for CUDA 12.6.
+    {INT4: "GPTQ exllama", INT8: "GPTQ exllama", FP16: NATIVE, FP32: NATIVE},
+    {FP8: "fp8 kernels need compute capability 7.5", BF16: _NO_BF16},
+)
+TURING = Kernels(
+    {INT8: "W8A8", INT4: "Marlin", FP8: "Marlin, weights only", FP16: NATIVE, FP32: NATIVE},
+    {BF16: _NO_BF16},
+)
+AMPERE = Kernels(
+    {INT8: "W8A8", INT4: "Marlin", FP8: "Marlin, weights only", BF16: NATIVE, FP16: NATIVE, FP32: NATIVE},
+    {},
+    fp8_kv="FlashInfer",
+)
+ADA = Kernels(
+    {FP8: "W8A8", INT8: "W8A8", INT4: "Marlin", BF16: NATIVE, FP16: NATIVE, FP32: NATIVE},
+    {},
+    fp8_kv="FlashInfer",
+)
+HOPPER = Kernels(
+    {FP8: "W8A8", INT8: "W8A8", INT4: "Machete", BF16: NATIVE, FP16: NATIVE, FP32: NATIVE},
+    {},
+    fp8_kv="FlashAttention 3",
+)
+BLACKWELL = Kernels(
+    {FP8: "W8A8", INT4: "Marlin", BF16: NATIVE, FP16: NATIVE, FP32: NATIVE},
+    {INT8: "W8A8 is broken on compute capability 10.0 in vLLM 0.32"},
+    fp8_kv="FlashInfer",
+    fp4="nvfp4",
+)
+CDNA3 = Kernels(
+    {FP8: "W8A8", BF16: NATIVE, FP16: NATIVE, FP32: NATIVE},
+    # A filter must not promise what nobody has seen working.
+    {INT4: "not verified under ROCm", INT8: "not verified under ROCm"},
+)
+CPU_CORES = Kernels(
+    # Without AMX or AVX512-BF16 both int8 and bf16 are slower than fp32.
+    {FP32: NATIVE, BF16: NATIVE, INT8: "W8A8"},
+    {
+        INT4: "vLLM's CPU engine dies at the first token",
+        FP8: "vLLM's CPU engine fails to load it",
+        FP16: "not verified on CPU cores",
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
 class GpuModel:
     """One kind of accelerator. Compute is dense (no sparsity), per whole GPU."""
 
     name: str
     memory_mb: int
+    """MiB that the driver reports, with ECC as it is delivered: less than the name of the product says."""
     bandwidth_gb_per_s: float
     tflops: Mapping[Precision, float]
     """Dense tera-operations a second by the precision of the arithmetic; absent: not in hardware."""
@@ -54,9 +120,12 @@ class GpuModel:
     """To the other GPUs of the node, per direction."""
     compute_capability: tuple[int, int]
     """CUDA's; (0, 0) for what isn't NVIDIA's."""
-    precisions: tuple[Precision, ...]
-    """Weight precisions that vLLM really serves, best first. Order: 8 bit with native arithmetic, then
-    smaller weights with 16-bit arithmetic, then what is only slower."""
+    kernels: Kernels
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Weight precisions that vLLM really serves, best first."""
+        return tuple(self.kernels.serves)
 
     @property
     def cu_factor(self) -> float:
@@ -71,122 +140,75 @@ class GpuModel:
 A100_80_TFLOPS_FP16 = 312.0
 A100_80_BANDWIDTH_GB_PER_S = 2039.0
 
-
-def _gpu(
-    name: str,
-    memory_gb: float,
-    bandwidth: float,
-    tflops: dict[Precision, float],
-    interconnect: tuple[str, float],
-    capability: tuple[int, int],
-    precisions: tuple[Precision, ...],
-) -> GpuModel:
-    return GpuModel(name, int(memory_gb * 1024), bandwidth, tflops, *interconnect, capability, precisions)
-
-
-_TURING = (INT8, INT4, FP8, FP16, FP32)
-"""Compute capability 7.5: int8 W8A8, int4 by Marlin, fp8 weight-only; no bf16 arithmetic."""
-_AMPERE = (INT8, INT4, FP8, BF16, FP16, FP32)
-"""8.0 and 8.6: int8 W8A8 native, int4 by Marlin, fp8 weight-only."""
-_ADA_HOPPER = (FP8, INT8, INT4, BF16, FP16, FP32)
-"""8.9 and 9.0: fp8 W8A8 native, int8 W8A8, int4 by Marlin (Machete on Hopper)."""
-_BLACKWELL = (FP8, INT4, BF16, FP16, FP32)
-"""10.0: as Hopper, but int8 is broken in vLLM 0.32."""
+_AMPERE_TFLOPS = {FP16: A100_80_TFLOPS_FP16, INT8: 624, INT4: 1248, FP32: 156}
+_HOPPER_TFLOPS = {FP16: 989, FP8: 1979, INT8: 1979, FP32: 494}
 
 GPUS: Mapping[str, GpuModel] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("T4", 16, 320, {FP16: 65, INT8: 130, INT4: 260, FP32: 8.1}, ("PCIe3", 16), (7, 5), _TURING),
-        # GPTQ kernels need 6.0; W8A8 and Marlin need 7.5, so int8 and int4 are weight-only here.
-        _gpu("V100", 32, 900, {FP16: 125, FP32: 15.7}, ("NVLink2", 150), (7, 0), (INT4, INT8, FP16, FP32)),
-        _gpu("A10G", 24, 600, {FP16: 70, INT8: 140, INT4: 280, FP32: 35}, ("PCIe4", 32), (8, 6), _AMPERE),
-        _gpu(
-            "A100-40",
-            40,
-            1555,
-            {FP16: 312, INT8: 624, INT4: 1248, FP32: 156},
-            ("NVLink3", 300),
-            (8, 0),
-            _AMPERE,
+        GpuModel("T4", 15_360, 320, {FP16: 65, INT8: 130, INT4: 260, FP32: 8.1}, "PCIe3", 16, (7, 5), TURING),
+        GpuModel("V100", 32_768, 900, {FP16: 125, FP32: 15.7}, "NVLink2", 150, (7, 0), VOLTA),
+        GpuModel(
+            "A10G", 23_028, 600, {FP16: 70, INT8: 140, INT4: 280, FP32: 35}, "PCIe4", 32, (8, 6), AMPERE
         ),
-        _gpu(
-            "A100-80",
-            80,
-            A100_80_BANDWIDTH_GB_PER_S,
-            {FP16: A100_80_TFLOPS_FP16, INT8: 624, INT4: 1248, FP32: 156},
-            ("NVLink3", 300),
-            (8, 0),
-            _AMPERE,
+        GpuModel("A100-40", 40_960, 1555, _AMPERE_TFLOPS, "NVLink3", 300, (8, 0), AMPERE),
+        GpuModel(
+            "A100-80", 81_920, A100_80_BANDWIDTH_GB_PER_S, _AMPERE_TFLOPS, "NVLink3", 300, (8, 0), AMPERE
         ),
-        _gpu("L4", 24, 300, {FP16: 121, FP8: 242, INT8: 242, FP32: 60}, ("PCIe4", 32), (8, 9), _ADA_HOPPER),
-        _gpu(
+        GpuModel("L4", 23_034, 300, {FP16: 121, FP8: 242, INT8: 242, FP32: 60}, "PCIe4", 32, (8, 9), ADA),
+        GpuModel(
             "L40S",
-            48,
+            46_068,
             864,
             {FP16: 362, FP8: 733, INT8: 733, INT4: 733, FP32: 183},
-            ("PCIe4", 32),
-            (8, 9),
-            _ADA_HOPPER,
+            *("PCIe4", 32, (8, 9), ADA),
         ),
-        _gpu(
+        GpuModel(
             "RTX 4090",
-            24,
+            24_564,
             1008,
             {FP16: 165, FP8: 330, INT8: 661, INT4: 1321, FP32: 82.6},
-            ("PCIe4", 32),
-            (8, 9),
-            _ADA_HOPPER,
+            *("PCIe4", 32, (8, 9), ADA),
         ),
-        _gpu(
-            "H100",
-            80,
-            3350,
-            {FP16: 989, FP8: 1978, INT8: 1978, FP32: 494},
-            ("NVLink4", 450),
-            (9, 0),
-            _ADA_HOPPER,
+        GpuModel("H100", 81_559, 3350, _HOPPER_TFLOPS, "NVLink4", 450, (9, 0), HOPPER),
+        GpuModel(
+            "H100-PCIe",
+            81_559,
+            2000,
+            {FP16: 756, FP8: 1513, INT8: 1513, FP32: 378},
+            *("PCIe5", 64, (9, 0), HOPPER),
         ),
-        _gpu(
-            "H200",
-            141,
-            4800,
-            {FP16: 989, FP8: 1978, INT8: 1978, FP32: 494},
-            ("NVLink4", 450),
-            (9, 0),
-            _ADA_HOPPER,
-        ),
-        _gpu(
+        GpuModel("H200", 143_771, 4800, _HOPPER_TFLOPS, "NVLink4", 450, (9, 0), HOPPER),
+        GpuModel(
             "B200",
-            180,
+            183_359,
             7700,
             {FP16: 2250, FP8: 4500, INT8: 4500, FP32: 1100},
-            ("NVLink5", 900),
-            (10, 0),
-            _BLACKWELL,
+            *("NVLink5", 900, (10, 0), BLACKWELL),
         ),
-        # Low-bit kernels under ROCm are left out: not verified, and a filter must not promise them.
-        _gpu(
+        GpuModel(
             "MI300X",
-            192,
+            196_288,
             5300,
             {FP16: 1307, FP8: 2615, INT8: 2615, FP32: 654},
-            ("InfinityFabric", 448),
-            (0, 0),
-            (FP8, BF16, FP16, FP32),
+            *("InfinityFabric", 448, (0, 0), CDNA3),
         ),
-        # A nominal pair of cloud cores. int4 dies at its first token, fp8 fails at load, and both int8
-        # and bf16 are slower than fp32 without AMX or AVX512-BF16, so fp32 comes first.
-        _gpu("CPU", 8, 20, {FP32: 0.12}, ("none", 0), (0, 0), (FP32, BF16, INT8)),
+        # A nominal pair of cloud cores.
+        GpuModel("CPU", 8_192, 20, {FP32: 0.12}, "none", 0, (0, 0), CPU_CORES),
     )
 }
-"""TF32 counts as fp32 where tensor cores have it, which is what vLLM's fp32 matrix products may use."""
+"""Bandwidth, compute and interconnect are the vendors' data sheets' (sparsity halved away; A100 and H100 as
+SXM modules unless they say otherwise). TF32 counts as fp32 where tensor cores have it, which is what vLLM's
+fp32 matrix products may use."""
 
 _NVML_MARKS: tuple[tuple[str, str], ...] = (
-    (r"A100[- ]?80|A100.*80GB", "A100-80"),
-    (r"A100[- ]?40|A100.*40GB", "A100-40"),
-    *((rf"\b{re.escape(name)}\b", name) for name in GPUS if name not in ("A100-80", "A100-40", "CPU")),
+    (r"A100.*80", "A100-80"),
+    # A bare `A100`, which is all that Ray's label says, counts as the smaller one.
+    (r"\bA100", "A100-40"),
+    (r"H100.*PCIe", "H100-PCIe"),
+    *((rf"\b{re.escape(name)}\b", name) for name in GPUS if name not in ("H100-PCIe", "CPU")),
 )
-"""Marks in the product names that NVML gives, such as `NVIDIA A100-SXM4-80GB`."""
+"""Marks in the product names that NVML gives, such as `NVIDIA A100-SXM4-80GB`, and in Ray's node labels."""
 
 
 def find(name: str) -> GpuModel:
@@ -201,14 +223,6 @@ def find(name: str) -> GpuModel:
             return GPUS[known]
     near = difflib.get_close_matches(name.upper(), GPUS, n=3, cutoff=0.4) or list(GPUS)
     raise InvalidRequest(f"unknown GPU model {name!r}; did you mean {' or '.join(near)}?", param="gpu")
-
-
-def best_precision(gpu: str, lowest: Precision | int) -> Precision | None:
-    """Return the precision that serves best on `gpu` among those not below `lowest` (0 accepts any).
-
-    None when vLLM serves nothing that precise there.
-    """
-    return next((p for p in find(gpu).precisions if p >= lowest), None)
 
 
 def weights_mb(parameters_b: float, precision: Precision) -> float:

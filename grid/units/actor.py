@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from grid.config import Config, Model
+from grid.engines import variants
 from grid.engines.base import EmbeddingEngine, Engine, EngineFacts, Generation
 from grid.engines.registry import build_engine
 from grid.errors import InternalError, UnitLost
@@ -40,6 +41,9 @@ UNIT_LENGTH_TOLERANCE = 1e-3
 
 FAREWELL_S = 0.2
 """Lets the last frames (failed streams, the FAILED report) leave before the process ends."""
+
+CPU_CORES = "CPU"
+"""The catalogue's name for units without a GPU."""
 
 CPU_MEMORY_SHARE = 0.5
 """Of the node's RAM: the grant of a CPU unit that names none. The rest is the cell's other processes'."""
@@ -79,7 +83,9 @@ class UnitActor:
         self._site = site
         self._resolve_placement = resolve_placement
         self._end_process = end_process
-        self._engine = engine if engine is not None else build_engine(model, config.cell.state_dir / "models")
+        self._engine = engine or build_engine(
+            model, config.cell.state_dir / "models", gpu=catalogue.find(site.gpu or CPU_CORES)
+        )
         self._server: UnitServer | None = None
         self._placement: Reconnecting | None = None
         self._loops: list[asyncio.Task[None]] = []
@@ -231,7 +237,8 @@ class UnitActor:
 
 def card(model: Model, unit_id: str, facts: EngineFacts, site: Site) -> UnitCard:
     """Return the card of a unit that has not opened its server yet (port 0)."""
-    gpu, gpus, memory_mb = _owned(model, site)
+    gpu, gpus = _owned(model, site)
+    memory_mb = variants.memory_mb(model, gpu) or machine.physical_mb() * CPU_MEMORY_SHARE
     return UnitCard(
         unit_id=unit_id,
         incarnation=new_id("inc-"),
@@ -246,7 +253,7 @@ def card(model: Model, unit_id: str, facts: EngineFacts, site: Site) -> UnitCard
         context_tokens=facts.context_tokens,
         gpu_type=gpu.name,
         gpus=gpus,
-        memory_grant_mb=model.memory_grant_mb or memory_mb,
+        memory_grant_mb=int(memory_mb),
         max_running=model.max_running,
         max_waiting=model.max_waiting,
         cu_factor=gpu.cu_factor * (gpus or 1.0),
@@ -257,12 +264,8 @@ def card(model: Model, unit_id: str, facts: EngineFacts, site: Site) -> UnitCard
     )
 
 
-def _owned(model: Model, site: Site) -> tuple[catalogue.GpuModel, float, int]:
-    """Return the hardware that the unit owns (or pretends to), how much of it, and its memory in MB."""
+def _owned(model: Model, site: Site) -> tuple[catalogue.GpuModel, float]:
+    """Return the hardware that the unit owns (or pretends to), and how much of it."""
     if model.engine == "simulated":
-        gpu, gpus = catalogue.find(model.simulated.gpu), model.gpus or 1.0
-    elif model.gpus:
-        gpu, gpus = catalogue.find(site.gpu), model.gpus
-    else:
-        return catalogue.find("CPU"), 0.0, int(machine.physical_mb() * CPU_MEMORY_SHARE)
-    return gpu, gpus, int(gpu.memory_mb * gpus)
+        return variants.pretended_gpu(model), model.gpus or 1.0
+    return catalogue.find(site.gpu or CPU_CORES), model.gpus

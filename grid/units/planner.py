@@ -1,7 +1,8 @@
 """Which units should run where: the pure core of the supervisor. Nothing here awaits or reads a clock.
 
 `Planner.handle(event, now_s)` returns starts and stops; `supervisor.py` carries them out and feeds back what
-happened. Rules: every model has its wanted number of units; starts that would fight for one GPU or for the
+happened. Rules: every pool of a model has its wanted number of units, each with the best of the model's
+checkpoints that its node's GPU serves (`engines.variants`); starts that would fight for one GPU or for the
 cores of one node go one after another; a start that fails is tried again, ever later up to a bound; a model
 that no node can take is said to be so, with the reason, instead of waiting in silence.
 """
@@ -17,8 +18,14 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from grid.config import Config, Model
+from grid.engines.variants import NoVariant, fitted, pretended_gpu
+from grid.errors import InvalidRequest
+from grid.hardware import catalogue
 
 REGION_LABEL = "region"
+GPU_LABEL = "gpu"
+"""Set by operators where Ray's own label says too little: it calls an A100 of 40 and one of 80 GB alike."""
+RAY_GPU_LABEL = "ray.io/accelerator-type"
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 60.0
@@ -54,6 +61,11 @@ class Node(NamedTuple):
     labels: dict[str, str]
     cpus: float
     gpus: float
+
+    @property
+    def gpu(self) -> str:
+        """The model of its GPUs, as the operator or else Ray says; "" if neither does."""
+        return self.labels.get(GPU_LABEL) or self.labels.get(RAY_GPU_LABEL, "")
 
 
 class Stage(StrEnum):
@@ -95,10 +107,12 @@ class Ended(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Another number of units of a model, within its min and max."""
+    """Another number of units of a model's pool, within its min and max."""
 
     model: str
     units: int
+    pool: str = ""
+    """Its label; "" for a model without pools."""
 
 
 class StopAll(NamedTuple):
@@ -118,6 +132,7 @@ Event = NodesSeen | Adopted | Placed | Ready | Ended | Scale | StopAll | Tick
 class StartUnit(NamedTuple):
     unit_id: str
     model: Model
+    """As its pool says, with one checkpoint."""
     node_id: str
     region: str
     region_label: str
@@ -138,7 +153,8 @@ Effect = StartUnit | StopUnit
 @dataclass(slots=True)
 class _Unit:
     unit_id: str
-    model: str
+    pool: str
+    """Its `_Wish.prefix`."""
     node_id: str
     stage: Stage
     since_s: float
@@ -146,10 +162,12 @@ class _Unit:
 
 @dataclass(slots=True)
 class _Wish:
-    """A model, how many units of it are wanted, and how its starts have gone."""
+    """A pool, how many units of it are wanted, and how its starts have gone."""
 
     model: Model
+    label: str
     prefix: str
+    """Of the ids of its units; no other pool's."""
     units: int
     failed_in_a_row: int = 0
     not_before_s: float = 0.0
@@ -158,17 +176,22 @@ class _Wish:
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
 
 
+class _Place(NamedTuple):
+    node: Node
+    model: Model
+    """With the checkpoint that a unit would run there."""
+
+
 class Planner:
     def __init__(self, config: Config) -> None:
         self._region = config.cell.region
         self._wishes: dict[str, _Wish] = {}
-        prefixes: set[str] = set()
-        for model in config.models:
-            prefix = unit_prefix(model.name)
-            if prefix in prefixes:  # two names that differ only in what an id can't hold
+        """By prefix."""
+        for label, model in (pool for configured in config.models for pool in configured.split()):
+            prefix = unit_prefix(model.name, label)
+            if prefix in self._wishes:  # two names that differ only in what an id can't hold
                 prefix += hashlib.sha256(model.name.encode()).hexdigest()[:6] + "-"
-            prefixes.add(prefix)
-            self._wishes[model.name] = _Wish(model, prefix, model.min_units)
+            self._wishes[prefix] = _Wish(model, label, prefix, model.min_units)
         self._units: dict[str, _Unit] = {}
         self._nodes: tuple[Node, ...] = ()
         self._is_stopping = False
@@ -180,16 +203,18 @@ class Planner:
             case NodesSeen(nodes):
                 self._nodes = nodes
             case Adopted(unit_id, model, node_id):
-                self._units[unit_id] = _Unit(unit_id, model, node_id, Stage.READY, now_s)
+                pool = self._pool_of(unit_id, model)
+                self._units[unit_id] = _Unit(unit_id, pool, node_id, Stage.READY, now_s)
             case Placed(unit_id):
                 self._move(unit_id, Stage.LOADING, now_s)
             case Ready(unit_id):
                 self._move(unit_id, Stage.READY, now_s)
             case Ended(unit_id, reason):
                 self._ended(unit_id, reason, now_s)
-            case Scale(model, units):
-                wish = self._wishes[model]
-                wish.units = min(max(units, wish.model.min_units), wish.model.max_units)
+            case Scale(model, units, pool):
+                for wish in self._wishes.values():
+                    if (wish.model.name, wish.label) == (model, pool):
+                        wish.units = min(max(units, wish.model.min_units), wish.model.max_units)
             case StopAll():
                 self._is_stopping = True
             case Tick():
@@ -197,7 +222,7 @@ class Planner:
         return effects + self._reconcile(now_s)
 
     def status(self, now_s: float) -> list[dict[str, Any]]:
-        """Return one plain row a model: what is wanted, what there is, what failed and why."""
+        """Return one plain row a pool: what is wanted, what there is, what failed and why."""
         return [self._row(wish, now_s) for wish in self._wishes.values()]
 
     # --- what happened ----------------------------------------------------------------------
@@ -209,10 +234,10 @@ class Planner:
 
     def _ended(self, unit_id: str, reason: str, now_s: float) -> None:
         unit = self._units.pop(unit_id, None)
-        if unit is None or unit.stage is Stage.STOPPING or unit.model not in self._wishes:
+        if unit is None or unit.stage is Stage.STOPPING or unit.pool not in self._wishes:
             return
         served_s = now_s - unit.since_s if unit.stage is Stage.READY else 0.0
-        self._failed(self._wishes[unit.model], f"{unit_id}: {reason}", served_s, now_s)
+        self._failed(self._wishes[unit.pool], f"{unit_id}: {reason}", served_s, now_s)
 
     def _failed(self, wish: _Wish, failure: str, served_s: float, now_s: float) -> None:
         wish.failures.append(failure)
@@ -225,7 +250,7 @@ class Planner:
     def _overdue(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         for unit in list(self._units.values()):
-            wish = self._wishes.get(unit.model)
+            wish = self._wishes.get(unit.pool)
             waited_s = now_s - unit.since_s
             if unit.stage is Stage.PLACING and waited_s > PLACE_LIMIT_S and wish is not None:
                 reason = f"Ray found no room for it within {PLACE_LIMIT_S:.0f} s ({_needs(wish.model)})"
@@ -241,13 +266,13 @@ class Planner:
 
     def _reconcile(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = [
-            self._stop(unit, "its model is not configured any more", now_s)
+            self._stop(unit, "its pool is not configured any more", now_s)
             for unit in self._units.values()
-            if unit.model not in self._wishes and unit.stage is not Stage.STOPPING
+            if unit.pool not in self._wishes and unit.stage is not Stage.STOPPING
         ]
         for wish in self._wishes.values():
             wanted = 0 if self._is_stopping else wish.units
-            units = [unit for unit in self._of(wish.model.name) if unit.stage is not Stage.STOPPING]
+            units = [unit for unit in self._of(wish) if unit.stage is not Stage.STOPPING]
             # Those that are still starting go first, then the newest.
             units.sort(key=lambda unit: (unit.stage is Stage.READY, -unit.since_s, unit.unit_id))
             surplus = units[: max(len(units) - wanted, 0)]
@@ -269,18 +294,18 @@ class Planner:
         model = wish.model
         region = model.region or self._region
         label = region if any(REGION_LABEL in node.labels for node in self._nodes) else ""
-        fitting, lacking = self._fitting(model, label)
+        places, lacking = self._fitting(model, label)
         self._note_lack(wish, lacking, now_s)
-        if not fitting or now_s < wish.not_before_s:
+        if now_s < wish.not_before_s:
             return None
-        free = [node for node in fitting if self._may_start_on(node, model)]
+        free = [place for place in places if self._may_start_on(place.node, model)]
         if not free:
             return None
-        node = min(free, key=lambda node: (self._count(node, model.name), self._count(node), node.node_id))
+        node, here = min(free, key=lambda p: (self._count(p.node, wish), self._count(p.node), p.node.node_id))
         taken = set(self._units)
         unit_id = next(name for i in range(len(taken) + 1) if (name := f"{wish.prefix}{i}") not in taken)
-        self._units[unit_id] = _Unit(unit_id, model.name, node.node_id, Stage.PLACING, now_s)
-        return StartUnit(unit_id, model, node.node_id, region, label)
+        self._units[unit_id] = _Unit(unit_id, wish.prefix, node.node_id, Stage.PLACING, now_s)
+        return StartUnit(unit_id, here, node.node_id, region, label)
 
     def _note_lack(self, wish: _Wish, lacking: str, now_s: float) -> None:
         """Remember since when no node fits; once that is long enough, it is a failure."""
@@ -297,8 +322,9 @@ class Planner:
     def _lacks(self, wish: _Wish, now_s: float) -> bool:
         return bool(wish.lacking) and now_s - wish.lacking_since_s >= UNSATISFIED_AFTER_S
 
-    def _fitting(self, model: Model, label: str) -> tuple[list[Node], str]:
-        """Return the nodes with the right label and room, or else a sentence on what is lacking."""
+    def _fitting(self, model: Model, label: str) -> tuple[list[_Place], str]:
+        """Return the nodes with the right label and room, each with the model as it would run there; or else
+        a sentence on what is lacking."""
         nodes = [node for node in self._nodes if not label or node.labels.get(REGION_LABEL) == label]
         if not nodes:
             known = sorted({node.labels.get(REGION_LABEL, "none") for node in self._nodes})
@@ -307,41 +333,57 @@ class Planner:
                 f"none carries region={label} (there are: {', '.join(known)})" if label else "none joined",
             )
         cpus, gpus = demands(model)
-        fitting = []
-        for node in nodes:
-            used = [demands(self._wishes[unit.model].model) for unit in self._on(node)]
+        able = [(node, on_node(model, node)) for node in nodes if node.gpus or not gpus]
+        unable = {here.reason for _, here in able if isinstance(here, NoVariant)}
+        places = []
+        for node, here in able:
+            used = [demands(self._wishes[unit.pool].model) for unit in self._on(node)]
             has_cpus = node.cpus - sum(each[0] for each in used) >= cpus
-            if has_cpus and gpus_fit(node.gpus, [each[1] for each in used], gpus):
-                fitting.append(node)
+            has_gpus = gpus_fit(node.gpus, [each[1] for each in used], gpus)
+            if has_cpus and has_gpus and not isinstance(here, NoVariant):
+                places.append(_Place(node, here))
+        if unable and all(isinstance(here, NoVariant) for _, here in able):
+            return [], "; ".join(sorted(unable))
         where = f" with region={label}" if label else ""
-        return fitting, "" if fitting else f"it needs {_needs(model)}; no node{where} has that free"
+        return places, "" if places else f"it needs {_needs(model)}; no node{where} has that free"
 
     def _may_start_on(self, node: Node, model: Model) -> bool:
         kind = start_kind(model)
         starting = sum(
-            unit.stage in (Stage.PLACING, Stage.LOADING)
-            and start_kind(self._wishes[unit.model].model) == kind
+            unit.stage in (Stage.PLACING, Stage.LOADING) and start_kind(self._wishes[unit.pool].model) == kind
             for unit in self._on(node)
         )
         return starting < STARTS_AT_ONCE[kind]
 
     def _on(self, node: Node) -> Iterable[_Unit]:
-        return (u for u in self._units.values() if u.node_id == node.node_id and u.model in self._wishes)
+        return (u for u in self._units.values() if u.node_id == node.node_id and u.pool in self._wishes)
 
-    def _count(self, node: Node, model: str | None = None) -> int:
-        return sum(model is None or unit.model == model for unit in self._on(node))
+    def _count(self, node: Node, wish: _Wish | None = None) -> int:
+        return sum(wish is None or unit.pool == wish.prefix for unit in self._on(node))
 
-    def _of(self, model: str) -> Iterable[_Unit]:
-        return (unit for unit in self._units.values() if unit.model == model)
+    def _of(self, wish: _Wish) -> Iterable[_Unit]:
+        return (unit for unit in self._units.values() if unit.pool == wish.prefix)
+
+    def _pool_of(self, unit_id: str, model: str) -> str:
+        """Return the prefix of the pool that a unit of an earlier supervisor belongs to, "" for none."""
+        return next(
+            (
+                wish.prefix
+                for wish in self._wishes.values()
+                if wish.model.name == model
+                and unit_id.startswith(wish.prefix)
+                and unit_id.removeprefix(wish.prefix).isdigit()
+            ),
+            "",
+        )
 
     def _row(self, wish: _Wish, now_s: float) -> dict[str, Any]:
-        by_stage = {
-            stage: sorted(u.unit_id for u in self._of(wish.model.name) if u.stage is stage) for stage in Stage
-        }
+        by_stage = {stage: sorted(u.unit_id for u in self._of(wish) if u.stage is stage) for stage in Stage}
         wanted = 0 if self._is_stopping else wish.units
         missing = len(by_stage[Stage.READY]) < wanted
         return {
             "model": wish.model.name,
+            "pool": wish.label,
             "wanted": wanted,
             "min_units": wish.model.min_units,
             "max_units": wish.model.max_units,
@@ -356,9 +398,31 @@ class Planner:
         }
 
 
-def unit_prefix(model: str) -> str:
-    """Return the beginning of the ids of a model's units, such as `unit-smollm2-135m-instruct-`."""
-    return f"unit-{re.sub(r'[^a-z0-9.]+', '-', model.lower()).strip('-')}-"
+def unit_prefix(model: str, pool: str = "") -> str:
+    """Return the beginning of the ids of a pool's units, such as `unit-smollm2-135m-instruct-`."""
+    return f"unit-{re.sub(r'[^a-z0-9.]+', '-', f'{model}-{pool}'.lower()).strip('-')}-"
+
+
+def on_node(model: Model, node: Node) -> Model | NoVariant:
+    """Return the model with the checkpoint that a unit on `node` would run, or why none can."""
+    if model.engine == "simulated":
+        return fitted(model, pretended_gpu(model))
+    if not model.gpus:
+        return fitted(model, catalogue.GPUS["CPU"])
+    if not node.gpu:
+        if not model.gpu and len(model.checkpoints) == 1:
+            return model  # the unit finds out by itself
+        return NoVariant(
+            f"it depends on the GPU, and no node says which it has: start Ray there with "
+            f"--labels={GPU_LABEL}=NAME"
+        )
+    try:
+        gpu = catalogue.find(node.gpu)
+    except InvalidRequest as unknown:
+        return NoVariant(unknown.message)
+    if model.gpu and gpu.name != model.gpu:
+        return NoVariant(f"it needs {model.gpu}; nodes have {gpu.name}")
+    return fitted(model, gpu)
 
 
 def demands(model: Model) -> tuple[float, float]:

@@ -74,9 +74,9 @@ class SupervisorActor:
         """Return the process id: another one after Ray restarted the supervisor."""
         return os.getpid()
 
-    async def scale(self, model: str, units: int) -> None:
-        """Want another number of units of a model, within its configured min and max."""
-        self._apply(plan.Scale(model, units))
+    async def scale(self, model: str, units: int, pool: str = "") -> None:
+        """Want another number of units of a model's pool, within its configured min and max."""
+        self._apply(plan.Scale(model, units, pool))
 
     async def drain(self, unit_id: str, draining: bool = True) -> bool:
         """Tell a unit to take no new work; False when there is no such unit."""

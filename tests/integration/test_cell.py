@@ -72,7 +72,8 @@ def config() -> Iterator[Config]:
         max_units=2,
         max_running=8,
         context_tokens=4096,
-        simulated=Simulated(gpu="H100", seed=3),
+        gpu="H100",
+        simulated=Simulated(seed=3),
     )
     made = Config(
         cell=Cell(name="test", region="eu-central-1", state_dir=folder),

@@ -166,7 +166,7 @@ async def test_two_hundred_runs_at_once_are_not_mixed_up(tmp_path: Path) -> None
 
 async def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(tmp_path: Path) -> None:
     rng = random.Random(7)
-    async with cell(tmp_path, max_running=8, max_waiting=200, simulated={"gpu": "H100"}) as c:
+    async with cell(tmp_path, max_running=8, max_waiting=200, gpu="H100") as c:
 
         async def leave_by_closing(number: int, after: int) -> None:
             run = c.runner.run(plan(c.config, f"req_close_{number}", max_output_tokens=500))

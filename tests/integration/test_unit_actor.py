@@ -14,6 +14,7 @@ from grid.config import Cell, Config, Model, Simulated
 from grid.engines.base import EngineFacts, EngineLoad
 from grid.engines.simulated import SimulatedEngine
 from grid.errors import ContextOverflow, InternalError, InvalidRequest, Saturated, UnitLost
+from grid.hardware import catalogue
 from grid.units.actor import Site, UnitActor
 from grid.wire.link import Link, LinkServer, Peer, dial
 from grid.wire.messages import (
@@ -192,7 +193,7 @@ async def test_card_and_reports(cell: Cell1) -> None:
     assert (card.unit_id, card.node_id, card.region, card.model) == ("unit-m-0", "node-1", "local", "m")
     assert (card.host, card.port) == await actor.address()
     assert (card.gpu_type, card.gpus, card.simulated) == ("H100", 1.0, True)
-    assert card.memory_grant_mb == 80 * 1024
+    assert card.memory_grant_mb == catalogue.GPUS["H100"].memory_mb
     assert card.cu_factor > 1.0
     assert card.decode_ms_per_token > 0
     assert load.incarnation == card.incarnation

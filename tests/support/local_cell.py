@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from gateway.state import EmbeddedRedis
 from grid.config import Config, Model
 from grid.engines.base import EngineFacts, EngineLoad
 from grid.units.actor import Site, UnitActor
+from grid.units.planner import Node, on_node
 from grid.words import Precision
 from placement.actor import PlacementActor
 
@@ -150,10 +151,9 @@ async def local_cell(config: Config) -> AsyncIterator[LocalCell]:
 
     try:
         await placement.start()
-        for model in config.models:
-            unit = _unit(config, model, placement)
-            units[f"{model.name}-0"] = unit
-            await unit.start()
+        for unit_id, model in planned_units(config):
+            units[unit_id] = _unit(config, model, unit_id, placement)
+            await units[unit_id].start()
         async with _served(GatewayApp(config, build)) as base_url:
             services = built[0]
             keys = await services.tenants.bootstrap()
@@ -171,11 +171,23 @@ async def local_cell(config: Config) -> AsyncIterator[LocalCell]:
         await asyncio.to_thread(redis.stop)
 
 
-def _unit(config: Config, model: Model, placement: PlacementActor) -> UnitActor:
+def planned_units(config: Config) -> Iterator[tuple[str, Model]]:
+    """Return (unit id, model) for the least number of units of every pool, as the supervisor's planner would
+    start them on one node without GPUs."""
+    node = Node("node-1", {}, cpus=1e6, gpus=0)
+    for model in config.models:
+        for label, pool in model.split():
+            planned = on_node(pool, node)
+            assert isinstance(planned, Model), planned
+            for index in range(pool.min_units):
+                yield "-".join(filter(None, (model.name, label, str(index)))), planned
+
+
+def _unit(config: Config, model: Model, unit_id: str, placement: PlacementActor) -> UnitActor:
     return UnitActor(
         config,
         model,
-        f"{model.name}-0",
+        unit_id,
         Site("node-1", "127.0.0.1", model.region or config.cell.region),
         resolve_placement=placement.address,
         end_process=lambda _status: None,

@@ -6,6 +6,7 @@ import yaml
 
 from grid.config import Config, Model, Section, load, parse
 from grid.errors import InvalidRequest
+from grid.words import Precision
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,8 +85,43 @@ def test_an_alias_has_a_short_and_a_long_form() -> None:
         ("models: [{name: m, engine: vllm}]", "models[0]", "engine 'vllm' needs a source"),
         (
             "models: [{name: m, engine: simulated, precision: fp7}]",
-            "models[0]",
+            "models[0].precision",
             "unknown precision 'fp7'; one of int4",
+        ),
+        (
+            "models: [{name: m, engine: simulated, gpu: H300}]",
+            "models[0].gpu",
+            "unknown GPU model 'H300'; did",
+        ),
+        (
+            "models: [{name: m, engine: simulated}, {name: m, engine: simulated}]",
+            "",
+            "two models have the same name; give units of one model in its `pools`",
+        ),
+        (
+            "models: [{name: m, engine: simulated, pools: [{gpu: H100, gpus: 1.5}]}]",
+            "models[0].pools[0].gpus",
+            "a share below 1 or a whole number, not 1.5",
+        ),
+        (
+            "models: [{name: m, engine: simulated, pools: [{gpu: H100}, {gpu: h100}]}]",
+            "models[0]",
+            "needs a `name` that tells it from the others",
+        ),
+        (
+            "models: [{name: m, engine: simulated, precision: fp8, pools: [{precision: int4}]}]",
+            "models[0]",
+            "pools[0].precision: there is no int4 variant; it has fp8",
+        ),
+        (
+            "models: [{name: m, engine: simulated, precision: fp8, variants: [{precision: fp8}]}]",
+            "models[0]",
+            "precision is of a single checkpoint; give each of the variants its own",
+        ),
+        (
+            "models: [{name: m, engine: vllm, source: /m, variants: [{precision: fp8}, {precision: fp8}]}]",
+            "models[0]",
+            "two variants have the same precision; keep one",
         ),
         ("models: 3", "models", "holds 3; it should be a list"),
         ("cell: 3", "cell", "holds 3; it should be a mapping of name, region, state_dir"),
@@ -128,3 +164,38 @@ def test_an_unreadable_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"cell: {name: \xe9}")
     with pytest.raises(InvalidRequest, match="not UTF-8"):
         load(tmp_path / "latin.yaml")
+
+
+def test_pools_and_variants_narrow_a_model() -> None:
+    text = """
+models:
+  - name: m
+    engine: vllm
+    source: /m
+    kv_cache_mb: 700
+    variants: [{precision: fp8}, {precision: int4, source: /m-awq}]
+    pools:
+      - {gpu: h100, region: us-east-1, min_units: 2}
+      - {gpu: L4, gpus: 0.5, precision: INT4, max_units: 3}
+"""
+    [model] = parse(text, "f").models
+    assert [(each.precision, each.source) for each in model.checkpoints] == [
+        ("fp8", "/m"),
+        ("int4", "/m-awq"),
+    ]
+    (first, large), (second, small) = model.split()
+    assert (first, large.gpu, large.region, large.min_units, large.max_units) == (
+        *("h100-us-east-1", "H100", "us-east-1", 2, 2),
+    )
+    assert len(large.checkpoints) == 2
+    assert (second, small.gpus, small.precision, small.source) == ("l4-int4", 0.5, "int4", "/m-awq")
+    assert (small.min_units, small.max_units) == (1, 3)
+    for each in (large, small, large.at(Precision.FP8)):
+        assert "kv_cache_mb" in each.model_fields_set, "what was set stays set"
+        assert "max_running" not in each.model_fields_set
+        assert each.split() == (("", each),)
+
+
+def test_a_written_configuration_reads_back() -> None:
+    config = load(ROOT / "examples/cells/simulated.yaml")
+    assert Config.model_validate_json(config.model_dump_json(exclude_unset=True)) == config

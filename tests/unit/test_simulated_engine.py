@@ -206,7 +206,7 @@ async def test_roles_come_from_the_messages_only(bench: Bench) -> None:
 
 def test_load_is_measured_in_the_models_own_time() -> None:
     async def measure() -> float:
-        engine = SimulatedEngine(model(simulated={"gpu": "A100-80", "parameters_b": 8.0}))
+        engine = SimulatedEngine(model(gpu="A100-80", precision="int8", parameters_b=8.0))
         facts = await engine.start()
         await Bench(engine).run(tokens=50)
         measured = engine.load().decode_ms_per_token
@@ -217,7 +217,7 @@ def test_load_is_measured_in_the_models_own_time() -> None:
 
 
 def test_kv_cache_is_what_the_weights_leave_or_what_is_configured() -> None:
-    by_memory = kv_tokens(model(simulated={"gpu": "H100", "parameters_b": 8.0}))
+    by_memory = kv_tokens(model(gpu="H100", parameters_b=8.0))
     configured = kv_tokens(model(kv_cache_mb=1024))
     assert by_memory > 400_000
     assert configured == pytest.approx(1024 * 2**20 / (128 * 1024), rel=0.01)

@@ -15,6 +15,8 @@ NODE = Node("n1", {}, cpus=4.0, gpus=0.0)
 
 def model(name: str = "sim", engine: str = "simulated", **changes: Any) -> Model:
     fields: dict[str, Any] = {"name": name, "engine": engine, "precision": "fp16", **changes}
+    if changes.get("precision") is ...:
+        del fields["precision"]
     if engine != "simulated":
         fields.setdefault("source", "package:x")
     return Model.model_validate(fields)
@@ -84,7 +86,7 @@ def test_gave_up_after_failures_in_a_row_and_takes_it_back() -> None:
 
 def test_an_engine_on_cpu_cores_starts_alone_and_light_ones_beside_it() -> None:
     made, effects = planner(
-        model("big", "vllm", cpus=1, min_units=2, max_units=2),
+        model("big", "vllm", precision="fp32", cpus=1, min_units=2, max_units=2),
         model("words", "embedding"),
         model("sim", min_units=6, max_units=6),
     )
@@ -229,3 +231,69 @@ def test_start_kinds() -> None:
     assert start_kind(model("v", "vllm")) == "cpu"
     assert start_kind(model("v", "vllm", gpus=0.25)) == "gpu share"
     assert start_kind(model("v", "vllm", gpus=2)) == "gpu"
+
+
+VARIANTS = [{"precision": name, "source": f"/m-{name}"} for name in ("bf16", "fp8", "int8")]
+
+
+def on(gpu: str, node_id: str = "g", label: str = "") -> Node:
+    return Node(node_id, {plan.RAY_GPU_LABEL: gpu, plan.GPU_LABEL: label}, cpus=8, gpus=1)
+
+
+def test_each_gpu_gets_the_best_of_the_models_variants() -> None:
+    nodes = (on("H100", "a"), on("A100", "b"), on("T4", "c"))
+    made, effects = planner(
+        model("m", "vllm", precision=..., variants=VARIANTS, gpus=1, min_units=3, max_units=3), nodes=nodes
+    )
+    found = {e.node_id: (e.model.precision, e.model.source) for e in effects if isinstance(e, StartUnit)}
+    assert found == {"a": ("fp8", "/m-fp8"), "b": ("int8", "/m-int8"), "c": ("int8", "/m-int8")}
+    assert row(made)["waiting_for"] == ""
+
+
+def test_a_gpu_that_runs_no_variant_is_named_with_the_reason() -> None:
+    int8_only = model("m", "vllm", precision="int8", gpus=1)
+    made, effects = planner(int8_only, nodes=(on("B200"), NODE))
+    assert effects == []
+    assert row(made)["waiting_for"].startswith("no variant runs on B200: int8: W8A8 is broken")
+    assert starts(made.handle(plan.NodesSeen((on("B200"), on("L4", "h"))), 1.0)) == ["unit-m-0"]
+
+
+def test_a_pool_waits_for_its_gpu_and_an_operators_label_counts_for_more() -> None:
+    large = model("m", "vllm", gpus=1, gpu="A100-80")
+    made, effects = planner(large, nodes=(on("A100"),))
+    assert effects == []
+    assert row(made)["waiting_for"] == "it needs A100-80; nodes have A100-40"
+    assert starts(made.handle(plan.NodesSeen((on("A100", label="A100-80"),)), 1.0)) == ["unit-m-0"]
+    unsaid, effects = planner(large, nodes=(Node("g", {}, 8, 1),))
+    assert effects == []
+    assert row(unsaid)["waiting_for"].endswith("start Ray there with --labels=gpu=NAME")
+
+
+def test_pools_of_one_model_are_kept_apart() -> None:
+    pools = [
+        {"gpu": "H100", "region": "us-east-1", "min_units": 2},
+        {"gpu": "L4", "region": "eu-central-1", "precision": "int8"},
+    ]
+    made, effects = planner(model(precision=..., variants=VARIANTS, pools=pools))
+    found = {e.unit_id: (e.region, e.model.gpu, e.model.precision) for e in effects}
+    assert found == {
+        "unit-sim-h100-us-east-1-0": ("us-east-1", "H100", "fp8"),
+        "unit-sim-h100-us-east-1-1": ("us-east-1", "H100", "fp8"),
+        "unit-sim-l4-eu-central-1-int8-0": ("eu-central-1", "L4", "int8"),
+    }
+    assert [(r["pool"], r["wanted"]) for r in made.status(0.0)] == [
+        ("h100-us-east-1", 2),
+        ("l4-eu-central-1-int8", 1),
+    ]
+    made.handle(plan.Ready("unit-sim-h100-us-east-1-0"), 1.0)
+    assert starts(made.handle(plan.Ended("unit-sim-l4-eu-central-1-int8-0", "killed"), 1.0)) == []
+    assert starts(made.handle(plan.Tick(), 2.0)) == ["unit-sim-l4-eu-central-1-int8-0"]
+
+
+def test_an_adopted_unit_is_its_pools_own() -> None:
+    pools = [{"name": "a", "min_units": 1, "max_units": 2}, {"name": "a-1", "min_units": 1}]
+    made = Planner(Config(models=(model(pools=pools),)))
+    assert made.handle(plan.Adopted("unit-sim-a-1-0", "sim", "n1"), 0.0) == []
+    assert starts(made.handle(plan.NodesSeen((NODE,)), 0.0)) == ["unit-sim-a-0"]
+    assert starts(made.handle(plan.Scale("sim", 2, "a"), 1.0)) == ["unit-sim-a-1"]
+    assert stops(made.handle(plan.Adopted("unit-sim-b-0", "sim", "n1"), 1.0)) == ["unit-sim-b-0"]
