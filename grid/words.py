@@ -149,7 +149,9 @@ class PlacementRequest(NamedTuple):
     deadline_ms: float = 0.0
     """Time left for the whole request; 0 means none given."""
     dry_run: bool = False
-    """Decide and explain; reserve nothing."""
+    """Decide; reserve nothing."""
+    explain: bool = False
+    """List every candidate and every rejection, also in a refusal: `placement.decide.MAX_LISTED` of each."""
 
     @property
     def reservation_id(self) -> str:
@@ -174,6 +176,8 @@ class Candidate(NamedTuple):
     decode_ms: float
     pressure_ms: float
     cu_factor: float = 0.0
+    cu_seconds: float = 0.0
+    """Predicted: the request's share of the unit's step time, weighted by `cu_factor`."""
 
     @property
     def ttft_ms(self) -> float:
@@ -200,7 +204,7 @@ class Decision(NamedTuple):
     next_best: tuple[Candidate, ...]
     rejected_by_code: tuple[tuple[str, int], ...]
     rejections: tuple[Rejection, ...]
-    """Every rejected unit in a dry run; empty in live traffic."""
+    """The rejected units where the request asks to explain; else empty."""
     model: str
     """The model that the requested name resolved to."""
     lease_ms: float
@@ -208,6 +212,8 @@ class Decision(NamedTuple):
     decide_us: float
     stale_view: bool = False
     """Most units went stale together: the observer is at fault, and reservations were trusted."""
+    candidates: int = 0
+    """How many units passed the filters; `chosen` and `next_best` list the best of them."""
 
 
 class Message(NamedTuple):

@@ -76,6 +76,13 @@ class Costs(NamedTuple):
     prefill_ms: Floats
     decode_ms: Floats
     pressure_ms: Floats
+    batch: Ints
+    """Requests that share a step once ours has a slot, ours among them."""
+
+    def step_share_ms(self, index: int) -> float:
+        """Return the request's share of its unit's step time, which units split evenly over a batch."""
+        share: float = (self.prefill_ms.item(index) + self.decode_ms.item(index)) / self.batch.item(index)
+        return share
 
     @property
     def total_ms(self) -> Floats:
@@ -117,7 +124,8 @@ def predict(request: PlacementRequest, columns: Columns, rows: Ints) -> Costs:
 
     network_ms = np.empty(len(rows))
     network_ms.fill(ROUND_TRIP_MS)
-    return Costs(network_ms, queue_ms, request.prompt_tokens * prefill_ms_per_token, decode_ms, pressure_ms)
+    prefill_ms = request.prompt_tokens * prefill_ms_per_token
+    return Costs(network_ms, queue_ms, prefill_ms, decode_ms, pressure_ms, batch)
 
 
 def slot_wait_ms(columns: Columns, rows: Ints) -> float:

@@ -335,11 +335,11 @@ def _apply(rules: list[tuple[int, Rule]], question: Question, before: Sifted) ->
     return Sifted(np.flatnonzero(broken < 0), broken, tuple(counts))
 
 
-def rejections(question: Question, sifted: Sifted) -> tuple[Rejection, ...]:
-    """Explain every unit that did not pass."""
-    return tuple(
-        _rejection(question, int(row), int(sifted.broken[row])) for row in np.flatnonzero(sifted.broken >= 0)
-    )
+def rejections(question: Question, sifted: Sifted, limit: int) -> tuple[Rejection, ...]:
+    """Explain the units that did not pass, up to `limit` of them, those nearest to being eligible first."""
+    rows = np.flatnonzero(sifted.broken >= 0)
+    nearest = rows[np.argsort(-sifted.broken[rows], kind="stable")][:limit]
+    return tuple(_rejection(question, int(row), int(sifted.broken[row])) for row in nearest)
 
 
 def reasons(question: Question, sifted: Sifted, limit: int) -> list[str]:

@@ -118,6 +118,7 @@ CANDIDATE = Candidate(
     decode_ms=640.0,
     pressure_ms=3.0,
     cu_factor=3.2,
+    cu_seconds=0.75,
 )
 REQUEST = PlacementRequest(
     request_id="req_1",
@@ -136,6 +137,7 @@ REQUEST = PlacementRequest(
     exclude_units=("unit-9",),
     deadline_ms=30_000.0,
     dry_run=True,
+    explain=True,
 )
 DECISION = Decision(
     reservation_id="req_1/answer/1",
@@ -147,6 +149,7 @@ DECISION = Decision(
     lease_ms=30_000.0,
     fleet_version=12,
     decide_us=85.0,
+    candidates=2,
 )
 
 EXAMPLES: tuple[WireMessage, ...] = (

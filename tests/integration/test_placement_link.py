@@ -144,7 +144,9 @@ async def test_a_dry_run_explains_everyone_and_reserves_nothing(cell: Cell) -> N
     await cell.unit(make_card())
     await cell.unit(make_card("u1", region="us-east-1"))
     async with cell.client() as client:
-        plan = await client.place(make_request(dry_run=True, allowed_regions=("eu-central-1",)), 5)
+        plan = await client.place(
+            make_request(dry_run=True, explain=True, allowed_regions=("eu-central-1",)), 5
+        )
     assert plan.chosen.unit_id == "u0"
     assert [(r.unit_id, r.code) for r in plan.rejections] == [("u1", "region")]
     assert cell.view.reservations == 0

@@ -352,6 +352,7 @@ def test_a_decision_keeps_every_hard_rule_and_a_refusal_has_reasons(
         avoid_models=tuple(avoid),
         min_memory_mb=memory,
         dry_run=True,
+        explain=True,
     )
 
     def may_run(card: UnitCard) -> bool:
@@ -369,6 +370,7 @@ def test_a_decision_keeps_every_hard_rule_and_a_refusal_has_reasons(
     if isinstance(refused, NoEligibleUnit):
         assert not fit
         assert refused.details["reasons"]
+        assert len(refused.details["rejections"]) == len(fleet)
         assert sum(refused.details["rejected_by_code"].values()) == len(fleet)
     elif isinstance(refused, Saturated):
         assert fit
@@ -378,6 +380,7 @@ def test_a_decision_keeps_every_hard_rule_and_a_refusal_has_reasons(
         assert decision is not None
         assert decision.chosen.unit_id in fit - full
         candidates = {decision.chosen.unit_id, *(c.unit_id for c in decision.next_best)}
-        assert len(candidates) == min(4, len(fit - full))
+        assert candidates == fit - full, "whoever asks to explain is told of all of them"
+        assert decision.candidates == len(candidates)
         assert {r.unit_id for r in decision.rejections} == {c.unit_id for c in fleet} - (fit - full)
         assert sum(Counter(dict(decision.rejected_by_code)).values()) == len(decision.rejections)

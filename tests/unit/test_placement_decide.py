@@ -13,7 +13,7 @@ from support.fleet import make_card, make_load, make_request, make_view
 from grid.errors import InvalidRequest, NoEligibleUnit, Saturated
 from grid.words import UNKNOWN, Decision, PlacementRequest, Task
 from placement import cost
-from placement.decide import NEXT_BEST, decide
+from placement.decide import MAX_LISTED, NEXT_BEST, decide
 from placement.fleet import View
 
 
@@ -36,6 +36,7 @@ def test_cost_of_a_lone_request_is_its_prefill_and_its_decode() -> None:
         "prefill_ms": pytest.approx(100.0),
         "decode_ms": pytest.approx(500.0),
         "pressure_ms": 0.0,
+        "batch": 1,
     }
 
 
@@ -150,9 +151,51 @@ def test_the_decision_says_what_it_was_made_of() -> None:
     assert decision.fleet_version == view.version
     assert decision.lease_ms == 30_000.0
     assert not decision.stale_view
-    dry = choose(view, make_request(model="nice", allowed_regions=("eu-central-1",), dry_run=True))
-    assert [(rejection.unit_id, rejection.code) for rejection in dry.rejections] == [("u1", "region")]
+    explained = choose(view, make_request(model="nice", allowed_regions=("eu-central-1",), explain=True))
+    assert [(rejection.unit_id, rejection.code) for rejection in explained.rejections] == [("u1", "region")]
     assert view.reservations == 0
+
+
+def test_an_explained_decision_lists_the_best_of_both_up_to_a_bound() -> None:
+    fit = [make_card(f"fit-{n}") for n in range(MAX_LISTED + 5)]
+    other = [make_card(f"other-{n}", model="other") for n in range(MAX_LISTED + 5)]
+    drained = make_card("drained")
+    view = make_view(*other, *fit, drained)
+    view.drain("drained", draining=True)
+    view.report([make_load(fit[0], prefill_tokens_queued=1000)], 2 * MAX_LISTED, 0.0)
+    explained = choose(view, make_request(explain=True))
+    listed = (explained.chosen, *explained.next_best)
+    assert len({candidate.unit_id for candidate in listed}) == len(listed) == MAX_LISTED
+    assert [c.total_ms for c in listed] == sorted(c.total_ms for c in listed)
+    assert explained.candidates == MAX_LISTED + 5
+    assert len(explained.rejections) == MAX_LISTED
+    assert explained.rejections[0].unit_id == "drained", "nearest to being eligible"
+    live = choose(view, make_request())
+    assert (len(live.next_best), live.rejections, live.candidates) == (NEXT_BEST, (), MAX_LISTED + 5)
+
+
+def test_a_refusal_explains_every_unit_when_asked() -> None:
+    view = make_view(make_card("u0", model="other"), make_card("u1", region="us-east-1"))
+    request = make_request(allowed_regions=("eu-central-1",))
+    with pytest.raises(NoEligibleUnit) as plain:
+        choose(view, request)
+    assert "rejections" not in plain.value.details
+    with pytest.raises(NoEligibleUnit) as explained:
+        choose(view, request._replace(explain=True))
+    assert [(unit, code) for unit, code, _ in explained.value.details["rejections"]] == [
+        ("u1", "region"),
+        ("u0", "model"),
+    ]
+
+
+def test_predicted_work_is_a_share_of_the_step_time() -> None:
+    card = make_card(cu_factor=2.0, max_running=4)
+    view = make_view(card)
+    alone = choose(view, make_request()).chosen
+    assert alone.cu_seconds == pytest.approx(2.0 * (alone.prefill_ms + alone.decode_ms) / 1e3)
+    view.report([make_load(card, running=3)], 1, 0.0)
+    shared = choose(view, make_request()).chosen
+    assert shared.cu_seconds == pytest.approx(2.0 * (shared.prefill_ms + shared.decode_ms) / 4 / 1e3)
 
 
 def test_a_decision_on_a_mass_stale_view_says_so_and_trusts_reservations() -> None:

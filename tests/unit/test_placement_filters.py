@@ -19,7 +19,7 @@ def verdicts(view: View, request: PlacementRequest, now_s: float = NOW_S) -> dic
     """Return (code, sentence) of every rejected unit by its id."""
     question = Question(request, view, now_s)
     sifted = sift(question)
-    rejected = rejections(question, sifted)
+    rejected = rejections(question, sifted, 100)
     assert len(rejected) + len(sifted.rows) == len(view.units)
     assert dict(sifted.counts) == {
         code: n for code in RULES if (n := sum(rejection.code == code for rejection in rejected))
