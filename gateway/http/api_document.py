@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the cold routes, and the two hot ones beside it."""
+"""The OpenAPI document: what FastAPI knows of the cold routes, and the hot ones beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.http.chat import ChatRequest
 from gateway.http.data_sources import NewDataSource, NewDocuments
 from gateway.http.documented import REF, STATUSES, body, ref
 from gateway.http.operations import NewKey
-from gateway.pipeline.contract import Contract, Invocation
+from gateway.pipeline.contract import Contract, Invocation, OneShot
 
 DESCRIPTION = """\
 Declare an AI pipeline as data and call it. Send your key as `x-api-key` or `Authorization: Bearer`.
@@ -23,22 +23,32 @@ Every response carries `x-request-id`. Errors are `{"error": {type, code, messag
 "request_id"}`; the OpenAI-compatible routes answer with that ecosystem's envelope.
 """
 EVENTS = """\
-Server-sent events in order: `start` (StartEvent), `retrieval` (RetrievalView) for each retrieval step,
-`token` (TokenEvent) as text comes, then one `done` (DoneEvent) or `error` (ErrorEnvelope). Comment lines
-keep idle connections alive.
+Server-sent events in order: `start` (StartEvent), `retrieval` (RetrievalView) for each retrieval step, `step`
+(StepEvent) for each generation step before the answer, `token` (TokenEvent) as the answer's text comes,
+then one `done` (DoneEvent) or `error` (ErrorEnvelope). Comment lines keep idle connections alive.
 """
 CHAT_EVENTS = """\
 `data:` frames with `chat.completion.chunk` objects, then `data: [DONE]`. With `stream_options.include_usage`
 the last chunk has empty `choices` and the `usage`. A failure is a frame with `error`, and no `[DONE]`.
 """
-PARSED: tuple[type[BaseModel], ...] = (Contract, Invocation, ChatRequest, NewDataSource, NewDocuments, NewKey)
+PARSED: tuple[type[BaseModel], ...] = (
+    Contract,
+    Invocation,
+    OneShot,
+    ChatRequest,
+    NewDataSource,
+    NewDocuments,
+    NewKey,
+)
 ANSWERED: tuple[type[BaseModel], ...] = (
     shapes.ErrorEnvelope,
     shapes.OpenAIErrorEnvelope,
     shapes.InvokeAnswer,
+    shapes.OneShotAnswer,
     shapes.ChatCompletion,
     shapes.StartEvent,
     shapes.RetrievalView,
+    shapes.StepEvent,
     shapes.TokenEvent,
     shapes.DoneEvent,
 )
@@ -75,6 +85,19 @@ def _hot_paths() -> dict[str, Any]:
                 EVENTS,
                 shapes.ErrorEnvelope,
                 [{"name": "pipeline_id", "in": "path", "required": True, "schema": {"type": "string"}}],
+            )
+        },
+        "/v1/pipeline": {
+            "post": _hot(
+                "pipelines",
+                "Run a contract once",
+                "A contract and its input in one body; nothing is stored. Without input: what it would do "
+                "(PlanView), without computing, reserving or charging anything.",
+                OneShot,
+                shapes.OneShotAnswer,
+                EVENTS,
+                shapes.ErrorEnvelope,
+                [],
             )
         },
         "/v1/chat/completions": {

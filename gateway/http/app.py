@@ -1,6 +1,6 @@
 """The HTTP face of a cell as one raw ASGI callable. Every response leaves through here.
 
-For each request it makes the request id, authenticates, and hands over: the two hot routes directly, all
+For each request it makes the request id, authenticates, and hands over: the hot routes directly, all
 others to a FastAPI application that shares the call, the ids and the error envelope. It is pickled to the
 replicas, so what holds sockets is built in the lifespan, in the serving loop.
 """
@@ -34,6 +34,7 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/docs/oauth2-redirect",
 """What answers without a key: nothing there belongs to a tenant."""
 CHAT_PATH = "/v1/chat/completions"
 OPENAI_PREFIXES = ("/v1/chat/", "/v1/models")
+ONE_SHOT_PATH = "/v1/pipeline"
 INVOKE_PREFIX, INVOKE_SUFFIX = "/v1/pipelines/", "/invoke"
 FULL_RETRY_AFTER_S = 1.0
 """A replica at its stream cap frees a place about as often as a short answer ends."""
@@ -158,6 +159,8 @@ class GatewayApp:
     def _hot(self, path: str) -> Hot | None:
         if path == CHAT_PATH:
             return openai.chat_completions
+        if path == ONE_SHOT_PATH:
+            return pipelines.one_shot
         if path.startswith(INVOKE_PREFIX) and path.endswith(INVOKE_SUFFIX):
             pipeline_id = path[len(INVOKE_PREFIX) : -len(INVOKE_SUFFIX)]
             if pipeline_id and "/" not in pipeline_id:

@@ -19,7 +19,7 @@ from gateway.http.runs import WholeRun, failure, region_header, streamed, whole
 from gateway.http.shapes import ModelList
 from gateway.http.sse import data
 from gateway.pipeline.contract import Contract, GenerationStep, Invocation, parse
-from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started
+from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started, StepDone
 from gateway.pipeline.plan import Plan, plan_chat
 from grid.errors import InvalidRequest, NotFound
 from grid.words import Task, UnitState, Usage
@@ -111,7 +111,7 @@ class ChatChunks:
             return self._head + orjson.dumps(item.text) + self._tail
         if isinstance(item, Started):
             return self._chunk({"role": "assistant", "content": ""}, None)
-        if isinstance(item, Retrieved):
+        if isinstance(item, Retrieved | StepDone):
             return b""
         if isinstance(item, Finished):
             end = self._chunk(NO_TEXT, item.finish_reason)

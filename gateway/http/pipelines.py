@@ -1,4 +1,4 @@
-"""Pipelines over HTTP: declare, list, read, delete, and invoke (the hot route, raw ASGI)."""
+"""Pipelines over HTTP: declare, list, read, delete, plan; invoke and one-shot (hot routes, raw ASGI)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fastapi import APIRouter
 
 from gateway.http.call import Call, InCall, Json
 from gateway.http.documented import body, errors
-from gateway.http.errors import envelope
 from gateway.http.exchange import unless_client_leaves
-from gateway.http.runs import WholeRun, failure, region_header, streamed, usage, whole
-from gateway.http.shapes import Deleted, PipelineList, PipelineView
-from gateway.http.sse import event
-from gateway.pipeline.contract import Contract, Invocation, RetrievalStep, parse
-from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started, StepPlacement, StepTiming
+from gateway.http.forecasts import plan_view
+from gateway.http.runs import region_header, streamed, whole
+from gateway.http.shapes import Deleted, PipelineList, PipelineView, PlanView
+from gateway.http.views import GridEvents, whole_answer
+from gateway.pipeline.contract import Contract, Invocation, OneShot, RetrievalStep, parse
+from gateway.pipeline.forecast import forecast
 from gateway.pipeline.plan import Plan, check_models, check_sources, plan_invocation
-from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus, RetrievedDocument
+from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
 from gateway.trust.residency import check_marks, texts_within
-from grid.errors import NoEligibleUnit, NotFound
+from grid.errors import InvalidRequest, NoEligibleUnit, NotFound
 
 router = APIRouter(tags=["pipelines"])
 
@@ -66,15 +66,61 @@ async def delete_pipeline(call: InCall, pipeline_id: str) -> Json:
     return Json(orjson.dumps({"deleted": True, "id": pipeline_id}))
 
 
+@router.post(
+    "/v1/pipelines/{pipeline_id}/dry-run",
+    responses={200: {"model": PlanView}, **errors(400, 403, 404, 413, 429)},
+    openapi_extra=body(Invocation),
+)
+async def dry_run(call: InCall, pipeline_id: str) -> Json:
+    """Say what a call would do: where each step would run, what every unit would take for it, and why others
+    can't. Nothing is computed, reserved or charged."""
+    invocation = parse(Invocation, await call.body())
+    if invocation.inputs is not None:
+        raise InvalidRequest("inputs: a dry-run plans one call; send one of them as `input`", param="inputs")
+    record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
+    return Json(orjson.dumps(await forecast_view(call, record, invocation)))
+
+
+async def forecast_view(call: Call, record: PipelineRecord, invocation: Invocation | None) -> dict[str, Any]:
+    """Plan a call, and ask placement what would become of it."""
+    return plan_view(await forecast(await plan_of(call, record, invocation), call.services.placement))
+
+
 async def invoke(call: Call, pipeline_id: str) -> None:
     """Run a pipeline: SSE unless the body, the contract or the accept header asks for JSON."""
     invocation = parse(Invocation, await call.body())
     record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
+    refuse_failed(record)
     await unless_client_leaves(call.exchange, answer(call, record, invocation))
 
 
+async def one_shot(call: Call) -> None:
+    """Run a contract that comes with its input, exactly as `invoke` does; without input say what it would do.
+    Nothing is stored."""
+    request = parse(OneShot, await call.body())
+    record = unstored(call, request.contract)
+    if request.invocation is not None:
+        await unless_client_leaves(call.exchange, answer(call, record, request.invocation))
+        return
+    await call.exchange.respond(200, await forecast_view(call, record, None))
+
+
+def unstored(call: Call, contract: Contract) -> PipelineRecord:
+    """Return a contract as a pipeline without an id, which no registry knows."""
+    return PipelineRecord(
+        pipeline_id="",
+        tenant_id=call.tenant.tenant_id,
+        name=contract.name or "",
+        revision=0,
+        contract=contract,
+        status=PipelineStatus.ACTIVE,
+        reason="",
+        created_at="",
+        updated_at="",
+    )
+
+
 async def answer(call: Call, record: PipelineRecord, invocation: Invocation) -> None:
-    refuse_failed(record)
     plan = await plan_of(call, record, invocation)
     run = call.services.runner.run(plan)
     json_wanted = invocation.stream is None and only_json(call.exchange.header(b"accept"))
@@ -82,8 +128,7 @@ async def answer(call: Call, record: PipelineRecord, invocation: Invocation) -> 
         await streamed(call, plan, run, GridEvents(call.request_id))
     else:
         result = await whole(run)
-        payload = whole_answer(result)
-        await call.exchange.respond(200, payload, region_header([*result.ends()]))
+        await call.exchange.respond(200, whole_answer(result), region_header([*result.ends()]))
 
 
 def refuse_failed(record: PipelineRecord) -> None:
@@ -95,8 +140,8 @@ def refuse_failed(record: PipelineRecord) -> None:
         )
 
 
-async def plan_of(call: Call, record: PipelineRecord, invocation: Invocation) -> Plan:
-    """Plan one call of a stored pipeline. Raises NotFound for a data source that is gone."""
+async def plan_of(call: Call, record: PipelineRecord, invocation: Invocation | None) -> Plan:
+    """Plan one call of a pipeline. Raises NotFound for a data source that is gone."""
     return plan_invocation(
         record.contract,
         invocation,
@@ -129,114 +174,6 @@ async def source_of(call: Call, step: RetrievalStep) -> DataSourceRecord:
 def only_json(accept: str) -> bool:
     """Say whether the accept header asks for JSON and doesn't name event streams."""
     return "application/json" in accept and "text/event-stream" not in accept
-
-
-class GridEvents:
-    """Encodes a run as the grid's own events."""
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-
-    def __call__(self, item: RunEvent) -> bytes:
-        if isinstance(item, Chunk):
-            return b'event: token\ndata: {"index":%d,"text":%b,"tokens":%d}\n\n' % (
-                item.index,
-                orjson.dumps(item.text),
-                item.tokens,
-            )
-        if isinstance(item, Started):
-            return event("start", start_view(item))
-        if isinstance(item, Retrieved):
-            return event("retrieval", retrieval_view(item))
-        if isinstance(item, Finished):
-            moves = sum(placed.moves for placed in item.placement)
-            return event("done", {**finished_view(item), "moves": moves})
-        return event("error", envelope(failure(item), self._request_id))
-
-
-def whole_answer(result: WholeRun) -> dict[str, Any]:
-    started, finished = result.ends()
-    return {
-        "request_id": started.request_id,
-        "pipeline_id": started.pipeline_id,
-        "revision": started.revision,
-        "model": started.model,
-        "output": result.output,
-        "retrieval": [retrieval_view(item) for item in result.retrieved],
-        **finished_view(finished),
-        "warnings": started.warnings,
-    }
-
-
-def start_view(item: Started) -> dict[str, Any]:
-    return {
-        "request_id": item.request_id,
-        "pipeline_id": item.pipeline_id,
-        "revision": item.revision,
-        "model": item.model,
-        "steps": item.steps,
-        "input_tokens": item.input_tokens,
-        "cached_tokens": item.cached_tokens,
-        "region": item.region,
-        "warnings": item.warnings,
-    }
-
-
-def retrieval_view(item: Retrieved) -> dict[str, Any]:
-    return {
-        "step_id": item.step_id,
-        "documents": [document_view(document) for document in item.documents],
-        "dropped": item.dropped,
-    }
-
-
-def document_view(document: RetrievedDocument) -> dict[str, Any]:
-    return {
-        "id": document.document_id,
-        "text": document.text,
-        "score": round(document.score, 6),
-        "metadata": document.metadata,
-    }
-
-
-def finished_view(item: Finished) -> dict[str, Any]:
-    return {
-        "finish_reason": item.finish_reason,
-        "usage": usage(item.usage),
-        "ttft_ms": round(item.ttft_ms, 3),
-        "total_ms": round(item.total_ms, 3),
-        "timing": [timing_view(step) for step in item.timing],
-        "placement": [placement_view(step) for step in item.placement],
-        "exact": item.exact,
-    }
-
-
-def timing_view(step: StepTiming) -> dict[str, Any]:
-    return {
-        "step_id": step.step_id,
-        "type": step.type,
-        "total_ms": round(step.total_ms, 3),
-        "placement_ms": round(step.placement_ms, 3),
-        "embed_ms": round(step.embed_ms, 3),
-        "search_ms": round(step.search_ms, 3),
-        "queue_ms": round(step.queue_ms, 3),
-        "prefill_ms": round(step.prefill_ms, 3),
-        "decode_ms": round(step.decode_ms, 3),
-    }
-
-
-def placement_view(step: StepPlacement) -> dict[str, Any]:
-    return {
-        "step_id": step.step_id,
-        "unit_id": step.unit_id,
-        "model": step.model,
-        "region": step.region,
-        "gpu_type": step.gpu_type,
-        "simulated": step.simulated,
-        "predicted_ttft_ms": round(step.predicted_ttft_ms, 3),
-        "why": step.why,
-        "moves": step.moves,
-    }
 
 
 def pipeline_view(record: PipelineRecord) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from gateway.http.call import Call
 from gateway.http.exchange import Header
 from gateway.http.sse import SSE_HEADERS, write_events
-from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, RunFailed, Started
+from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, RunFailed, Started, StepDone
 from gateway.pipeline.plan import Plan
 from grid.errors import GridError, InternalError
 from grid.words import Usage
@@ -28,6 +28,7 @@ class WholeRun:
 
     started: Started | None = None
     retrieved: list[Retrieved] = field(default_factory=list)
+    earlier: list[StepDone] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finished: Finished | None = None
 
@@ -42,6 +43,8 @@ class WholeRun:
             self.started = item
         elif isinstance(item, Retrieved):
             self.retrieved.append(item)
+        elif isinstance(item, StepDone):
+            self.earlier.append(item)
         elif isinstance(item, Finished):
             self.finished = item
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 
 class Shape(BaseModel):
@@ -57,6 +57,7 @@ class TimingView(Shape):
     queue_ms: float
     prefill_ms: float
     decode_ms: float
+    usage: UsageView
 
 
 class PlacementView(Shape):
@@ -84,6 +85,14 @@ class RetrievalView(Shape):
     dropped: int = Field(description="found, but without room in the context")
 
 
+class StepEvent(Shape):
+    """A generation step before the answer has ended; also the SSE event `step`."""
+
+    step_id: str
+    output: str
+    finish_reason: str
+
+
 class InvokeAnswer(Shape):
     request_id: str
     pipeline_id: str
@@ -92,6 +101,7 @@ class InvokeAnswer(Shape):
     output: str
     finish_reason: str
     retrieval: list[RetrievalView]
+    earlier: list[StepEvent] = Field(description="what generation steps before the answer wrote")
     usage: UsageView
     ttft_ms: float
     total_ms: float
@@ -183,6 +193,78 @@ class PipelineView(Shape):
 
 class PipelineList(Shape):
     pipelines: list[PipelineView]
+
+
+class CandidateView(Shape):
+    """A unit that could take the step, with what it is predicted to take there."""
+
+    unit_id: str
+    model: str
+    precision: str
+    region: str
+    gpu_type: str
+    simulated: bool
+    network_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    pressure_ms: float = Field(description="the chance of an eviction, times the work to do again")
+    ttft_ms: float
+    total_ms: float
+    cu_seconds: float
+
+
+class RejectionView(Shape):
+    unit_id: str
+    code: str
+    detail: str = Field(description="what would have to change")
+
+
+class RefusalView(Shape):
+    """What a call would be refused with now."""
+
+    status: int
+    code: str
+    message: str
+
+
+class StepPlanView(Shape):
+    step_id: str
+    type: Literal["retrieval", "generation"]
+    uses: list[str]
+    model: str
+    prompt_tokens: int = Field(description="estimated, with what other steps are expected to add")
+    max_output_tokens: int
+    begins_ms: float = Field(description="when all that it uses should have ended")
+    chosen: CandidateView | None
+    next_best: CandidateView | None
+    candidates: list[CandidateView] = Field(description="best first, at most 500")
+    candidate_count: int
+    rejections: list[RejectionView] = Field(description="nearest to being eligible first, at most 500")
+    rejected_by_code: dict[str, int]
+    refusal: RefusalView | None
+
+
+class PlanView(Shape):
+    """What a call would do now. Nothing was computed, reserved or charged."""
+
+    request_id: str
+    pipeline_id: str
+    revision: int
+    runnable: bool = Field(description="every step would find a unit now")
+    steps: list[StepPlanView]
+    ttft_ms: float = Field(description="predicted, as if searches took no time")
+    total_ms: float
+    cu_seconds: float
+    fleet_version: int
+    allowed_regions: list[str] = Field(description="residency; empty means anywhere")
+    execution_hints: dict[str, Any] = Field(description="as they hold for this call")
+    stream_control: dict[str, Any] = Field(description="as it holds for this call")
+    warnings: list[str]
+
+
+class OneShotAnswer(RootModel[InvokeAnswer | PlanView]):
+    """The answer, or without input the plan."""
 
 
 class DataSourceView(Shape):

@@ -82,7 +82,8 @@ class Embedder:
         while True:
             started_s = loop.time()
             decision = await self._placement.place(
-                _request(order, len(failed) + 1, tuple(failed), started_s), _left(order, started_s)
+                embed_request(order, len(failed) + 1, tuple(failed), _left(order, started_s)),
+                _left(order, started_s),
             )
             placement_ms += (loop.time() - started_s) * 1000
             try:
@@ -152,7 +153,10 @@ def step_placement(step_id: str, decision: Decision, moves: int = 0) -> StepPlac
     )
 
 
-def _request(order: EmbedOrder, attempt: int, exclude: tuple[str, ...], now_s: float) -> PlacementRequest:
+def embed_request(
+    order: EmbedOrder, attempt: int, exclude: tuple[str, ...], left_s: float
+) -> PlacementRequest:
+    """Return what placement is asked for a batch that has `left_s` seconds left."""
     return PlacementRequest(
         request_id=order.request_id,
         step_id=order.step_id,
@@ -164,7 +168,7 @@ def _request(order: EmbedOrder, attempt: int, exclude: tuple[str, ...], now_s: f
         max_output_tokens=0,
         allowed_regions=order.allowed_regions,
         exclude_units=exclude,
-        deadline_ms=_left(order, now_s) * 1000,
+        deadline_ms=left_s * 1000,
     )
 
 

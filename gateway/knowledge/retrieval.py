@@ -97,6 +97,7 @@ class Retrieval:
                 placement_ms=embedded.placement_ms,
                 embed_ms=embedded.embed_ms,
                 search_ms=(ended_s - search_s) * 1000,
+                usage=embedded.usage,
             ),
         )
 

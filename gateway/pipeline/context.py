@@ -1,4 +1,8 @@
-"""Retrieved documents on their way into one prompt: in which order, and which of them it holds. Pure."""
+"""What earlier steps give to one prompt: documents, in which order and which of them it holds; outputs. Pure.
+
+Documents are offered to the unit, which packs as many as fit. Outputs are part of the messages: a prompt that
+has no room for them is refused with the counts, like any other.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from gateway.pipeline.events import Retrieved
+from gateway.pipeline.events import Retrieved, StepDone
 from gateway.records import RetrievedDocument
+from grid.words import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +28,15 @@ class Context:
     """The documents offered to a prompt, best first.
 
     Scores of different sources can't be compared, so the steps take turns: the best of each, then the
-    second best of each. A document that several steps found is offered once.
+    second best of each. A document that several steps found is offered once. `held` names those, by source
+    and id, that the prompts of earlier steps held.
     """
 
-    def __init__(self, found: Sequence[Found], uses: Collection[str]) -> None:
+    def __init__(
+        self, found: Sequence[Found], uses: Collection[str], held: Collection[tuple[str, str]] = ()
+    ) -> None:
         self._found = found
+        self._held = held
         self._offered: dict[tuple[str, str], str] = {}
         using = [step for step in found if step.step_id in uses]
         for rank in zip_longest(*(step.documents for step in using)):
@@ -39,13 +48,28 @@ class Context:
     def texts(self) -> tuple[str, ...]:
         return tuple(self._offered.values())
 
+    def packed(self, documents_used: int) -> frozenset[tuple[str, str]]:
+        """Return the documents of which a prompt holds the first `documents_used`, by source and id."""
+        return frozenset(list(self._offered)[:documents_used])
+
     def retrieved(self, documents_used: int) -> list[Retrieved]:
         """Return one event a step, given that the prompt holds the first `documents_used` texts."""
-        held = set(list(self._offered)[:documents_used])
+        held = self.packed(documents_used).union(self._held)
         return [
             _retrieved(step, [d for d in step.documents if (step.data_source_id, d.document_id) in held])
             for step in self._found
         ]
+
+
+def with_outputs(messages: tuple[Message, ...], outputs: Sequence[StepDone]) -> tuple[Message, ...]:
+    """Return a conversation whose system message also holds what earlier steps wrote, each under its name."""
+    blocks = [f"Output of {each.step_id}:\n\n{text}" for each in outputs if (text := each.output.strip())]
+    if not blocks:
+        return messages
+    system, rest = "", messages
+    if messages and messages[0].role == "system":
+        system, rest = messages[0].text, messages[1:]
+    return (Message("system", "\n\n".join((system, *blocks) if system else blocks)), *rest)
 
 
 def all_retrieved(found: Sequence[Found]) -> list[Retrieved]:

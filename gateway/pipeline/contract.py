@@ -20,7 +20,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -33,8 +35,8 @@ from grid.words import Precision
 
 MAX_STEPS = 16
 """More steps than any pipeline seen; bounds the work that one call can ask for."""
-MAX_GENERATION_STEPS = 1
-"""One answer a call: a run streams the tokens of a single generation step."""
+MAX_GENERATION_STEPS = 8
+"""Each may hold a slot of its own, and its whole answer is kept for the steps that use it."""
 MAX_NAME_CHARS = 128
 """Names and ids end up in Redis keys, URLs and log lines."""
 MAX_DESCRIPTION_CHARS = 2_000
@@ -44,6 +46,8 @@ MAX_TEXT_CHARS = 2_000_000
 counts, and this bound only keeps absurd ones off the link."""
 MAX_MESSAGES = 1_000
 """Longer conversations exceed every served context anyway."""
+MAX_INPUTS = 256
+"""Of one call: minutes of a small cell's work, with every outcome kept until the last is there."""
 MAX_OUTPUT_TOKENS = 131_072
 """The longest answer that a served model family can produce."""
 DEFAULT_OUTPUT_TOKENS = 512
@@ -82,6 +86,8 @@ DEFAULT_CHUNK_LATENCY_MS = 200
 MAX_TTL_SECONDS = 30 * 24 * 3_600
 """A cached answer older than a month is stale for every use seen."""
 
+INPUTS = ("input", "messages", "inputs")
+"""The fields that say what to answer; a call has one of them."""
 STEP_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")
 REGION = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
@@ -166,7 +172,8 @@ class RetrievalStep(Part):
     id: StepId | None = None
     """Filled in as `retrieval-N` (N: position from 1) where the caller gave none."""
     uses: tuple[StepId, ...] | None = Field(None, max_length=MAX_STEPS, strict=False, fail_fast=True)
-    """Ids of earlier steps; None: all earlier steps."""
+    """Ids of earlier steps that it waits for; None: all earlier steps. Where generation steps are among them,
+    the query is what the last of these wrote; else it is the user's last words."""
     data_source_id: Name | None = None
     source: Name | None = None
     """The data source's name; exactly one of the two is given."""
@@ -193,7 +200,7 @@ class GenerationStep(Part):
     type: Literal["generation"] = "generation"
     id: StepId | None = None
     uses: tuple[StepId, ...] | None = Field(None, max_length=MAX_STEPS, strict=False, fail_fast=True)
-    """Ids of the retrieval steps whose documents the prompt holds; None: all earlier ones."""
+    """Ids of the earlier steps whose documents and outputs the prompt holds; None: all earlier steps."""
     model: Name
     """A model of the cell or one of its aliases."""
     system_prompt: SystemPrompt = ""
@@ -220,6 +227,9 @@ Step = Annotated[RetrievalStep | GenerationStep, Field(discriminator="type")]
 
 
 class Pipeline(Part):
+    """Steps in an order in which they could run one by one: a step uses only steps before it, so there are no
+    cycles. The last step answers; a pipeline without a generation step answers with its documents."""
+
     steps: tuple[Step, ...] = Field(min_length=1, max_length=MAX_STEPS, strict=False, fail_fast=True)
 
     @field_validator("steps", mode="after")
@@ -229,34 +239,79 @@ class Pipeline(Part):
             step if step.id is not None else step.model_copy(update={"id": f"{step.type}-{position}"})
             for position, step in enumerate(steps, start=1)
         )
-        earlier: set[str] = set()
-        for index, step in enumerate(named):
-            assert step.id is not None
-            if step.id in earlier:
-                raise misfit(
-                    (index, "id"), f"an earlier step has the id {step.id!r}; every step needs its own"
-                )
-            for used in step.uses or ():
-                if used not in earlier:
-                    known = ", ".join(sorted(earlier)) or "there is none"
-                    raise misfit((index, "uses"), f"{used!r} is the id of no earlier step (earlier: {known})")
-            earlier.add(step.id)
-        generating = [index for index, step in enumerate(named) if step.type == "generation"]
-        if generating and generating[0] != len(named) - 1:
-            raise misfit(
-                (generating[0],),
-                f"at most {MAX_GENERATION_STEPS} generation step, and it comes last in a pipeline",
-            )
+        _check_ids(named)
+        _check_uses(named)
+        _check_generations(named)
         return named
+
+    @property
+    def uses(self) -> dict[str, frozenset[str]]:
+        """For each step by id the ids of the steps that it uses, in the order of the steps."""
+        wiring: dict[str, frozenset[str]] = {}
+        for step in self.steps:
+            wiring[step.id or ""] = frozenset(wiring if step.uses is None else step.uses)
+        return wiring
 
     @property
     def retrievals(self) -> tuple[RetrievalStep, ...]:
         return tuple(step for step in self.steps if isinstance(step, RetrievalStep))
 
     @property
+    def generations(self) -> tuple[GenerationStep, ...]:
+        return tuple(step for step in self.steps if isinstance(step, GenerationStep))
+
+    @property
     def generation(self) -> GenerationStep | None:
+        """The step that answers; None where no step generates."""
         last = self.steps[-1]
         return last if isinstance(last, GenerationStep) else None
+
+
+def _check_ids(steps: tuple[Step, ...]) -> None:
+    seen: set[str | None] = set()
+    for index, step in enumerate(steps):
+        if step.id in seen:
+            raise misfit((index, "id"), f"an earlier step has the id {step.id!r}; every step needs its own")
+        seen.add(step.id)
+
+
+def _check_uses(steps: tuple[Step, ...]) -> None:
+    ids = [step.id for step in steps]
+    for index, step in enumerate(steps):
+        for place, used in enumerate(step.uses or ()):
+            at = (index, "uses", place)
+            if used == step.id:
+                raise misfit(at, f"{used!r} is this step itself; a step uses only steps before it")
+            if used in ids[index + 1 :]:
+                raise misfit(at, f"{used!r} comes later; a step uses only steps before it, so move it up")
+            if used not in ids:
+                known = ", ".join(str(known) for known in ids[:index]) or "there is none"
+                raise misfit(at, f"{used!r} is the id of no step (before this one: {known})")
+            if used in (step.uses or ())[:place]:
+                raise misfit(at, f"{used!r} is named twice; once is enough")
+
+
+def _check_generations(steps: tuple[Step, ...]) -> None:
+    generating = [index for index, step in enumerate(steps) if isinstance(step, GenerationStep)]
+    if not generating:
+        return
+    if len(generating) > MAX_GENERATION_STEPS:
+        raise misfit(
+            (generating[MAX_GENERATION_STEPS],),
+            f"a pipeline has at most {MAX_GENERATION_STEPS} generation steps",
+        )
+    if generating[-1] != len(steps) - 1:
+        raise misfit(
+            (len(steps) - 1,),
+            "a pipeline that generates ends with a generation step, whose text is the answer",
+        )
+    for index in generating[:-1]:
+        if not any(step.uses is None or steps[index].id in step.uses for step in steps[index + 1 :]):
+            raise misfit(
+                (index,),
+                f"no later step uses what {steps[index].id!r} writes; name it in a later step's `uses`, or "
+                "leave it out",
+            )
 
 
 class ExecutionHints(Part):
@@ -310,16 +365,37 @@ class ChatMessage(Part):
         return data
 
 
+def _user_last(turns: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    if turns and turns[-1].role != "user":
+        raise ValueError(f"the last message must be the user's, not the {turns[-1].role}'s")
+    return turns
+
+
+def _kind_of_input(given: Any) -> str:
+    return "chat" if isinstance(given, list | tuple) else "text"
+
+
+Conversation = Annotated[
+    tuple[ChatMessage, ...],
+    Field(min_length=1, max_length=MAX_MESSAGES, strict=False, fail_fast=True),
+    AfterValidator(_user_last),
+]
+"""Turns of which the last is the user's."""
+Input = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[Conversation, Tag("chat")], Discriminator(_kind_of_input)
+]
+
+
 class Asked(Part):
     """What every call may say: the input, and how it wants the answer."""
 
     input: Text | None = None
-    messages: tuple[ChatMessage, ...] | None = Field(
-        None, min_length=1, max_length=MAX_MESSAGES, strict=False, fail_fast=True
+    messages: Conversation | None = None
+    """A conversation; `input` may hold it as well."""
+    inputs: tuple[Input, ...] | None = Field(
+        None, min_length=1, max_length=MAX_INPUTS, strict=False, fail_fast=True
     )
-    """A conversation whose last turn is the user's; `input` may hold it as well."""
-    inputs: None = None
-    """Kept for lists of inputs, which are not served yet."""
+    """Texts and conversations, each run by itself; the outcomes come in the same order."""
     variables: Annotated[dict[str, str] | None, BeforeValidator(_variables)] = None
     stream: bool | None = None
 
@@ -333,25 +409,16 @@ class Asked(Part):
             }
         return data
 
-    @field_validator("inputs", mode="before")
-    @classmethod
-    def _no_inputs(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError("lists of inputs are not served yet; make one call for each, with `input`")
-        return value
-
-    @field_validator("messages", mode="after")
-    @classmethod
-    def _user_last(cls, value: tuple[ChatMessage, ...] | None) -> tuple[ChatMessage, ...] | None:
-        if value and value[-1].role != "user":
-            raise ValueError(f"the last message must be the user's, not the {value[-1].role}'s")
-        return value
-
     @model_validator(mode="after")
     def _one_input(self) -> Self:
-        if self.input is not None and self.messages is not None:
-            raise misfit(("messages",), "give `input` or `messages`, not both")
+        given = [name for name in INPUTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise misfit((given[1],), f"give `{given[0]}` or `{given[1]}`, not both")
         return self
+
+    @property
+    def has_input(self) -> bool:
+        return any(getattr(self, name) is not None for name in INPUTS)
 
 
 class Invocation(Asked):
@@ -364,9 +431,18 @@ class Invocation(Asked):
 
     @model_validator(mode="after")
     def _some_input(self) -> Self:
-        if self.input is None and self.messages is None:
-            raise misfit(("input",), "is missing: give the text to answer, or chat `messages`")
+        if not self.has_input:
+            raise misfit(
+                ("input",), "is missing: give the text to answer, chat `messages`, or a list `inputs`"
+            )
         return self
+
+    def each(self) -> tuple[Invocation, ...]:
+        """Return one invocation for each of `inputs`."""
+        return tuple(
+            self.model_copy(update={"inputs": None, "input" if isinstance(given, str) else "messages": given})
+            for given in self.inputs or ()
+        )
 
 
 Made = TypeVar("Made", bound=BaseModel)
@@ -388,9 +464,7 @@ class OneShot(Contract, Asked):
     @property
     def invocation(self) -> Invocation | None:
         """The call to make; None where there is nothing to run."""
-        if self.input is None and self.messages is None:
-            return None
-        return _part_of(self, Invocation, Asked)
+        return _part_of(self, Invocation, Asked) if self.has_input else None
 
 
 Overridable = TypeVar("Overridable", ExecutionHints, StreamControl)

@@ -15,7 +15,17 @@ from typing import Protocol
 from gateway.knowledge.embedder import Places, step_placement
 from gateway.pipeline import session as se
 from gateway.pipeline.context import Context
-from gateway.pipeline.events import Chunk, Finished, RunEvent, RunFailed, Started, StepPlacement, StepTiming
+from gateway.pipeline.events import (
+    NOTHING_USED,
+    Chunk,
+    Finished,
+    RunEvent,
+    RunFailed,
+    Started,
+    StepDone,
+    StepPlacement,
+    StepTiming,
+)
 from gateway.pipeline.plan import GenerationPlan, Plan, estimated_tokens
 from grid.errors import GridError
 from grid.wire.link import Link, LinkStream
@@ -44,10 +54,12 @@ class Before:
     started_s: float
     deadline_s: float
     context: Context
-    warnings: tuple[str, ...]
-    placement: tuple[StepPlacement, ...]
-    timing: tuple[StepTiming, ...]
-    usage: Usage
+    outputs: tuple[StepDone, ...] = ()
+    """Of the generation steps before this one."""
+    warnings: tuple[str, ...] = ()
+    placement: tuple[StepPlacement, ...] = ()
+    timing: tuple[StepTiming, ...] = ()
+    usage: Usage = NOTHING_USED
 
 
 class Delivery:
@@ -61,6 +73,7 @@ class Delivery:
         self._placement = placement
         self._links = links
         self._documents = before.context.texts
+        self._began_s = time.monotonic()
         self._session = se.Session(
             se.Order(
                 max_output_tokens=generation.sampling.max_output_tokens,
@@ -76,6 +89,8 @@ class Delivery:
         self._decision: Decision | None = None
         self._placing_s = 0.0
         self._begun = False
+        self.documents_used = 0
+        """Of those offered, once a unit has accepted."""
         self._sent: list[str] = []
         self._events: list[RunEvent] = []
 
@@ -193,13 +208,14 @@ class Delivery:
         assert self._decision is not None
         self._begun = True
         plan, accepted = self._plan, effect.accepted
+        self.documents_used = accepted.documents_used
         self._events.append(
             Started(
                 request_id=plan.request_id,
                 pipeline_id=plan.pipeline_id,
                 revision=plan.revision,
                 model=plan.model,
-                steps=plan.steps,
+                steps=plan.step_ids,
                 warnings=plan.warnings + self._before.warnings,
                 input_tokens=accepted.prompt_tokens,
                 cached_tokens=accepted.cached_tokens,
@@ -207,6 +223,7 @@ class Delivery:
             )
         )
         self._events += self._before.context.retrieved(accepted.documents_used)
+        self._events += self._before.outputs
 
     def _finish(self, effect: se.Finish, now_s: float) -> None:
         assert self._decision is not None
@@ -214,16 +231,17 @@ class Delivery:
         timing = StepTiming(
             step_id=step_id,
             type="generation",
-            total_ms=(now_s - before.started_s) * 1000 - sum(step.total_ms for step in before.timing),
+            total_ms=(now_s - self._began_s) * 1000,
             placement_ms=self._placing_s * 1000,
             queue_ms=figures.queue_ms if figures is not None else 0.0,
             prefill_ms=figures.prefill_ms if figures is not None else 0.0,
             decode_ms=figures.decode_ms if figures is not None else 0.0,
+            usage=effect.usage,
         )
         self._events.append(
             Finished(
                 finish_reason=effect.finish_reason,
-                usage=self._total(effect.usage),
+                usage=before.usage + effect.usage,
                 ttft_ms=(effect.first_token_s - before.started_s) * 1000,
                 total_ms=(now_s - before.started_s) * 1000,
                 timing=(*before.timing, timing),
@@ -235,11 +253,8 @@ class Delivery:
     def _fail(self, effect: se.Fail) -> None:
         if not self._begun:
             raise effect.error
-        self._events.append(RunFailed(effect.error, self._total(effect.usage), "".join(self._sent)))
-
-    def _total(self, usage: Usage) -> Usage:
-        """Tokens are the generation's: that is what a prompt and an answer have. Work adds up."""
-        return usage._replace(cu_seconds=usage.cu_seconds + self._before.usage.cu_seconds)
+        usage = self._before.usage + effect.usage
+        self._events.append(RunFailed(effect.error, usage, "".join(self._sent)))
 
     def _close_stream(self) -> None:
         if self._stream is not None:

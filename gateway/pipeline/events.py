@@ -1,6 +1,7 @@
 """What a run says to whoever writes its answer (SSE, JSON, a compatible route). One stream of these
-per run: `Started`, then `Retrieved` for each retrieval step, then `Chunk`s, then exactly one of
-`Finished` or `RunFailed`. A refusal before anything was accepted is raised instead, as a GridError.
+per run: `Started`, then `Retrieved` for each retrieval step, then `StepDone` for each generation step before
+the answer, then `Chunk`s of the answer, then exactly one of `Finished` or `RunFailed`. A refusal or failure
+before the step that answers was accepted is raised instead, as a GridError.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from gateway.records import RetrievedDocument
 from grid.errors import GridError
 from grid.words import Usage
+
+NOTHING_USED = Usage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class StepTiming:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+    usage: Usage = NOTHING_USED
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,10 @@ class Started:
     steps: tuple[str, ...]
     warnings: tuple[str, ...]
     input_tokens: int
-    """Prompt tokens of the generation step, known once its unit accepted it."""
+    """Prompt tokens of the step that answers, known once its unit accepted it."""
     cached_tokens: int
     region: str = ""
-    """Where the generation step runs; "" where a pipeline only retrieves."""
+    """Where the step that answers runs; "" where a pipeline only retrieves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,15 @@ class Retrieved:
     """The documents that the prompt holds, best first."""
     dropped: int
     """Found, but without room in the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A generation step before the answer has ended; what it wrote went to the steps that use it."""
+
+    step_id: str
+    output: str
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +105,4 @@ class RunFailed:
     output_so_far: str
 
 
-RunEvent = Started | Retrieved | Chunk | Finished | RunFailed
+RunEvent = Started | Retrieved | StepDone | Chunk | Finished | RunFailed

@@ -38,8 +38,11 @@ TOKENS_PER_MESSAGE = 5
 @dataclass(frozen=True, slots=True)
 class RetrievalPlan:
     step_id: str
+    uses: frozenset[str]
+    """Steps that end before it begins."""
     source: DataSourceRecord
     query: str
+    """The user's last words; what a generation step wrote takes its place where the step uses one."""
     top_k: int
     filter: dict[str, FilterValue]
     min_score: float | None
@@ -49,14 +52,21 @@ class RetrievalPlan:
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
     step_id: str
+    uses: frozenset[str]
+    """Steps that end before it begins, and whose documents and outputs its prompt holds."""
+    model: str
+    """That the step's name resolved to."""
     placement: PlacementRequest
-    """Of the first attempt; the prompt's estimate is without documents, the deadline is filled in later."""
+    """Of the first attempt; the prompt's estimate is without what other steps add, the deadline is filled in
+    later."""
     messages: tuple[Message, ...]
     sampling: Sampling
     stops: tuple[str, ...]
+    hints: ExecutionHints
     stream_control: StreamControl
-    uses: frozenset[str]
-    """Retrieval steps whose documents the prompt holds."""
+
+
+StepPlan = RetrievalPlan | GenerationPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +75,8 @@ class Plan:
     pipeline_id: str
     revision: int
     tenant: Tenant
-    model: str
-    """That the generation step's name resolved to; "" for a pipeline that only retrieves."""
-    steps: tuple[str, ...]
-    retrievals: tuple[RetrievalPlan, ...]
-    generation: GenerationPlan | None
+    steps: tuple[StepPlan, ...]
+    """Each uses only steps before it."""
     allowed_regions: tuple[str, ...]
     """Residency; empty means anywhere."""
     time_limit_s: float
@@ -78,10 +85,34 @@ class Plan:
     """How the caller wants the answer, unless the HTTP request says otherwise."""
     warnings: tuple[str, ...]
 
+    @property
+    def step_ids(self) -> tuple[str, ...]:
+        return tuple(step.step_id for step in self.steps)
+
+    @property
+    def retrievals(self) -> tuple[RetrievalPlan, ...]:
+        return tuple(step for step in self.steps if isinstance(step, RetrievalPlan))
+
+    @property
+    def generation(self) -> GenerationPlan | None:
+        """The step that answers: the last one; None for a pipeline that only retrieves."""
+        last = self.steps[-1]
+        return last if isinstance(last, GenerationPlan) else None
+
+    @property
+    def earlier(self) -> tuple[StepPlan, ...]:
+        """All steps but the one that answers."""
+        return self.steps if self.generation is None else self.steps[:-1]
+
+    @property
+    def model(self) -> str:
+        """That of the step that answers; "" where none generates."""
+        return self.generation.model if self.generation is not None else ""
+
 
 def plan_invocation(
     contract: Contract,
-    invocation: Invocation,
+    invocation: Invocation | None,
     *,
     request_id: str,
     pipeline_id: str,
@@ -93,44 +124,50 @@ def plan_invocation(
 ) -> Plan:
     """Plan one call of a pipeline. `sources` holds the data source of every retrieval step, by step id.
 
+    Without an `invocation` there is nothing to run: the plan's prompts lack the input, and placeholders stay.
     Raises InvalidRequest naming the field, and Forbidden where residency or a location mark is against it.
     """
+    assert invocation is None or invocation.inputs is None, "each input has a plan of its own"
     warnings = _unserved(contract)
-    values = Variables(invocation.variables)
-    generation = contract.pipeline.generation
-    system_prompt = values.filled(generation.system_prompt) if generation is not None else ""
-    conversation = _conversation(invocation, values)
+    call = invocation if invocation is not None else Invocation.model_construct()
+    values = Variables(call.variables)
+    fill = values.filled if invocation is not None else str
+    prompts = {step.id: fill(step.system_prompt) for step in contract.pipeline.generations}
+    conversation = _conversation(call, values)
     values.check_all_used()
-    retrievals = tuple(
-        _retrieval(step, f"pipeline.steps[{index}]", sources, conversation, config, residency, warnings)
-        for index, step in enumerate(contract.pipeline.steps)
-        if isinstance(step, RetrievalStep)
-    )
-    _check_marks(residency, system_prompt, conversation, contract)
-    planned, model = None, ""
-    if generation is not None:
-        param = f"pipeline.steps[{len(contract.pipeline.steps) - 1}].model"
-        model = _served(generation.model, config, Task.GENERATE, param).name
-        planned = _generation(
-            generation,
-            _with_system(system_prompt, conversation),
-            overridden(contract.execution_hints, invocation.execution_hints),
-            overridden(contract.stream_control, invocation.stream_control),
-            request_id=request_id,
-            tenant=tenant,
-            residency=residency,
-            retrieving=[step.step_id for step in retrievals],
-        )
-    wanted = invocation.stream if invocation.stream is not None else generation and generation.stream
+    _check_marks(residency, (*prompts.values(), *(message.text for message in conversation)), contract)
+    uses = contract.pipeline.uses
+    steps: list[StepPlan] = []
+    for index, step in enumerate(contract.pipeline.steps):
+        param, step_id = f"pipeline.steps[{index}]", step.id or ""
+        if isinstance(step, RetrievalStep):
+            steps.append(
+                _retrieval(
+                    step, param, uses[step_id], sources[step_id], conversation, config, residency, warnings
+                )
+            )
+        else:
+            steps.append(
+                _generation(
+                    step,
+                    _with_system(prompts[step.id], conversation),
+                    overridden(contract.execution_hints, call.execution_hints),
+                    overridden(contract.stream_control, call.stream_control),
+                    uses=uses[step_id],
+                    model=_served(step.model, config, Task.GENERATE, f"{param}.model").name,
+                    request_id=request_id,
+                    tenant=tenant,
+                    residency=residency,
+                )
+            )
+    generation = contract.pipeline.generation
+    wanted = call.stream if call.stream is not None else generation and generation.stream
     return Plan(
         request_id=request_id,
         pipeline_id=pipeline_id,
         revision=revision,
         tenant=tenant,
-        model=model,
-        steps=tuple(step.id or "" for step in contract.pipeline.steps),
-        retrievals=retrievals,
-        generation=planned,
+        steps=tuple(steps),
         allowed_regions=residency.allowed_regions,
         time_limit_s=config.gateway.default_deadline_s,
         stream=wanted is not False,
@@ -157,25 +194,23 @@ def plan_chat(
         raise NotFound(unknown.message, param="model") from None
     conversation = tuple(Message(message.role, message.content) for message in messages)
     check_marks(residency, (message.text for message in conversation))
-    step_id = step.id or "generation-1"
+    answer = _generation(
+        step,
+        _with_system(step.system_prompt, conversation),
+        ExecutionHints(),
+        StreamControl(),
+        uses=frozenset(),
+        model=model,
+        request_id=request_id,
+        tenant=tenant,
+        residency=residency,
+    )
     return Plan(
         request_id=request_id,
         pipeline_id="",
         revision=0,
         tenant=tenant,
-        model=model,
-        steps=(step_id,),
-        retrievals=(),
-        generation=_generation(
-            step,
-            _with_system(step.system_prompt, conversation),
-            ExecutionHints(),
-            StreamControl(),
-            request_id=request_id,
-            tenant=tenant,
-            residency=residency,
-            retrieving=(),
-        ),
+        steps=(answer,),
         allowed_regions=residency.allowed_regions,
         time_limit_s=config.gateway.default_deadline_s,
         stream=step.stream is not False,
@@ -204,6 +239,11 @@ def check_models(contract: Contract, config: Config) -> None:
             asked = step.query_embedding.model
             if asked not in config.aliases:
                 _served(asked, config, Task.EMBED, f"pipeline.steps[{index}].query_embedding.model")
+
+
+def prompt_estimate(messages: Sequence[Message]) -> int:
+    """Return about how many tokens a conversation has as a prompt."""
+    return sum(estimated_tokens(message.text) + TOKENS_PER_MESSAGE for message in messages)
 
 
 def estimated_tokens(text: str) -> int:
@@ -235,14 +275,13 @@ def _served(name: str, config: Config, task: Task, param: str) -> Model:
 def _retrieval(
     step: RetrievalStep,
     param: str,
-    sources: Mapping[str, DataSourceRecord],
+    uses: frozenset[str],
+    source: DataSourceRecord,
     conversation: Sequence[Message],
     config: Config,
     residency: Residency,
     warnings: list[str],
 ) -> RetrievalPlan:
-    assert step.id is not None
-    source = sources[step.id]
     if not residency.allows(source.region):
         field = "data_source_id" if step.data_source_id is not None else "source"
         raise Forbidden(
@@ -252,9 +291,10 @@ def _retrieval(
     if step.query_embedding is not None:
         warnings += check_query_embedding(step.query_embedding, f"{param}.query_embedding", source, config)
     return RetrievalPlan(
-        step_id=step.id,
+        step_id=step.id or "",
+        uses=uses,
         source=source,
-        query=next(message.text for message in reversed(conversation) if message.role == "user"),
+        query=next((message.text for message in reversed(conversation) if message.role == "user"), ""),
         top_k=step.top_k,
         filter=step.filter,
         min_score=step.min_score,
@@ -315,11 +355,12 @@ def _unserved(contract: Contract) -> list[str]:
             for name in ("execution_hints", "stream_control")
             if name in contract.model_fields_set
         ]
-    elif generation.uses is not None:
+    else:
+        used = frozenset[str]().union(*contract.pipeline.uses.values())
         warnings += [
             f"pipeline.steps[{index}]: no step uses what {step.id!r} finds"
-            for index, step in enumerate(contract.pipeline.retrievals)
-            if step.id not in generation.uses
+            for index, step in enumerate(contract.pipeline.steps[:-1])
+            if step.id not in used
         ]
     return warnings
 
@@ -327,11 +368,12 @@ def _unserved(contract: Contract) -> list[str]:
 # --- text ---------------------------------------------------------------------------------------
 
 
-def _conversation(invocation: Invocation, values: Variables) -> tuple[Message, ...]:
-    if invocation.messages is not None:
-        return tuple(Message(message.role, message.content) for message in invocation.messages)
-    assert invocation.input is not None
-    return (Message("user", values.filled(invocation.input) if values.given else invocation.input),)
+def _conversation(call: Invocation, values: Variables) -> tuple[Message, ...]:
+    if call.messages is not None:
+        return tuple(Message(message.role, message.content) for message in call.messages)
+    if call.input is None:
+        return ()
+    return (Message("user", values.filled(call.input) if values.given else call.input),)
 
 
 def _with_system(system_prompt: str, conversation: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -345,10 +387,8 @@ def _with_system(system_prompt: str, conversation: tuple[Message, ...]) -> tuple
     return (Message("system", text), *rest) if text else rest
 
 
-def _check_marks(
-    residency: Residency, system_prompt: str, conversation: Sequence[Message], contract: Contract
-) -> None:
-    texts = [system_prompt, *(message.text for message in conversation)]
+def _check_marks(residency: Residency, prompts: Sequence[str], contract: Contract) -> None:
+    texts = [*prompts]
     for step in contract.pipeline.retrievals:
         for name, value in step.filter.items():
             values = value if isinstance(value, tuple | list) else (value,)
@@ -362,14 +402,17 @@ def _generation(
     hints: ExecutionHints,
     stream_control: StreamControl,
     *,
+    uses: frozenset[str],
+    model: str,
     request_id: str,
     tenant: Tenant,
     residency: Residency,
-    retrieving: Sequence[str],
 ) -> GenerationPlan:
     step_id = step.id or "generation-1"
     return GenerationPlan(
         step_id=step_id,
+        uses=uses,
+        model=model,
         placement=PlacementRequest(
             request_id=request_id,
             step_id=step_id,
@@ -377,7 +420,7 @@ def _generation(
             tenant_id=tenant.tenant_id,
             task=int(Task.GENERATE),
             model=step.model,
-            prompt_tokens=sum(estimated_tokens(message.text) + TOKENS_PER_MESSAGE for message in messages),
+            prompt_tokens=prompt_estimate(messages),
             max_output_tokens=step.max_output_tokens,
             allowed_regions=residency.allowed_regions,
             prefer_regions=hints.prefer_region,
@@ -396,6 +439,6 @@ def _generation(
             presence_penalty=step.presence_penalty,
         ),
         stops=step.stop,
+        hints=hints,
         stream_control=stream_control,
-        uses=frozenset(retrieving if step.uses is None else set(step.uses) & set(retrieving)),
     )

@@ -11,7 +11,7 @@ import types
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from grid.errors import InvalidRequest
@@ -205,7 +205,7 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[in
     at: Any = model
     for step in loc:
         if get_origin(at) in _UNIONS:
-            at = next((option for option in get_args(at) if _tag(option) == step), None)
+            at = _bare(next((option for option in get_args(at) if _tag(option) == step), None))
             continue
         steps.append(step)
         if _is_model(at):
@@ -222,6 +222,9 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _tag(option: Any) -> str | None:
+    """Return what names a member of a discriminated union in a location."""
+    if get_origin(option) is Annotated:
+        return next((mark.tag for mark in option.__metadata__ if isinstance(mark, Tag)), None)
     return option.model_fields["type"].default if _is_model(option) else None
 
 

@@ -1,7 +1,8 @@
-"""Drives a plan: retrieval steps in order, then the generation. The hot path; thin on purpose.
+"""Drives a plan: the earlier steps, each as soon as what it uses is there, then the one that answers.
 
-A run is one async generator and no task of its own. Closing it, or cancelling whoever waits for it, means
-that the client left.
+The hot path; thin on purpose. A run is one async generator. A pipeline with up to one step before its answer
+needs no task of its own; steps that run at the same time are tasks of the run, and end with it. Closing the
+generator, or cancelling whoever waits for it, means that the client left.
 """
 
 from __future__ import annotations
@@ -9,15 +10,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gateway.knowledge.embedder import Places
 from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
-from gateway.pipeline.context import Context, Found, all_retrieved
+from gateway.pipeline.context import Context, Found, all_retrieved, with_outputs
 from gateway.pipeline.delivery import Before, Delivery, Links
-from gateway.pipeline.events import Finished, RunEvent, Started, StepPlacement, StepTiming
-from gateway.pipeline.plan import Plan, RetrievalPlan
-from grid.errors import DeadlineExceeded, GridError, InternalError, Interrupted, Rejected
+from gateway.pipeline.events import (
+    Chunk,
+    Finished,
+    RunEvent,
+    RunFailed,
+    Started,
+    StepDone,
+    StepPlacement,
+    StepTiming,
+)
+from gateway.pipeline.frontier import Frontier
+from gateway.pipeline.plan import GenerationPlan, Plan, RetrievalPlan, StepPlan, prompt_estimate
+from grid.errors import DeadlineExceeded, InternalError, Interrupted, Rejected
 from grid.words import FinishReason, Usage
 
 SKIPPED = (Rejected, Interrupted, InternalError)
@@ -39,26 +51,15 @@ class Runner:
     async def run(self, plan: Plan) -> AsyncGenerator[list[RunEvent], None]:
         """Yield the events of one run, as `events.py` orders them; at once all that are there, at least one.
 
-        Raises a GridError while nothing was accepted yet; later failures are the last event.
+        Raises a GridError while the answer was not accepted yet; later failures are the last event.
         """
-        started_s = time.monotonic()
-        deadline_s = started_s + plan.time_limit_s
-        search = _Search(plan, self._retrieval, deadline_s)
-        if plan.retrievals:
-            await search.run()
+        earlier = _Earlier(plan, self._placement, self._links, self._retrieval)
+        if plan.earlier:
+            await earlier.run()
         if plan.generation is None:
-            yield _retrieved_only(plan, search, started_s)
+            yield earlier.retrieved_only()
             return
-        before = Before(
-            started_s=started_s,
-            deadline_s=deadline_s,
-            context=Context(search.found, plan.generation.uses),
-            warnings=tuple(search.warnings),
-            placement=tuple(search.placement),
-            timing=tuple(search.timing),
-            usage=search.usage,
-        )
-        delivery = Delivery(plan, plan.generation, before, placement=self._placement, links=self._links)
+        delivery = earlier.delivery(plan.generation, earlier.told())
         try:
             while events := await delivery.events():
                 yield events
@@ -66,41 +67,83 @@ class Runner:
             delivery.leave()
 
 
-class _Search:
-    """The retrieval steps of one run, and what they found."""
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one step left behind."""
 
-    def __init__(self, plan: Plan, retrieval: Searches, deadline_s: float) -> None:
-        self.found: list[Found] = []
-        self.warnings: list[str] = []
-        self.placement: list[StepPlacement] = []
-        self.timing: list[StepTiming] = []
-        self.usage = Usage()
+    made: Found | StepDone
+    placement: StepPlacement | None = None
+    timing: StepTiming | None = None
+    warning: str = ""
+    held: frozenset[tuple[str, str]] = frozenset()
+    """Documents that a generation's prompt held, by source and id."""
+
+
+class _Earlier:
+    """The steps before the answer, and what they made."""
+
+    def __init__(self, plan: Plan, placement: Places, links: Links, retrieval: Searches) -> None:
         self._plan = plan
+        self._placement = placement
+        self._links = links
         self._retrieval = retrieval
-        self._deadline_s = deadline_s
+        self._started_s = time.monotonic()
+        self._deadline_s = self._started_s + plan.time_limit_s
+        self._outcomes: dict[str, _Outcome] = {}
 
     async def run(self) -> None:
-        for step in self._plan.retrievals:
-            left_s = self._deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineExceeded("the request's time is up before its documents were found")
-            try:
-                result = await self._retrieval.search(self._request(step, left_s))
-            except SKIPPED as error:
-                if not step.skip_on_failure:
-                    raise
-                self._skip(step, error)
-            else:
-                self._take(step, result)
+        """Carry out all of them. The first that fails ends those that run beside it."""
+        steps = {step.step_id: step for step in self._plan.earlier}
+        if len(steps) == 1:
+            for step in steps.values():
+                await self._carry_out(step)
+            return
+        frontier = Frontier({step_id: step.uses for step_id, step in steps.items()})
+        running: dict[asyncio.Task[None], str] = {}
+        try:
+            while not frontier.is_done:
+                for step_id in frontier.begin():
+                    running[asyncio.create_task(self._carry_out(steps[step_id]))] = step_id
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    frontier.ended(running.pop(task))
+                    await task
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _carry_out(self, step: StepPlan) -> None:
+        if isinstance(step, RetrievalPlan):
+            self._outcomes[step.step_id] = await self._search(step)
+        else:
+            self._outcomes[step.step_id] = await self._write(step)
+
+    # --- retrieval ------------------------------------------------------------------------------
+
+    async def _search(self, step: RetrievalPlan) -> _Outcome:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the request's time is up before its documents were found")
+        source_id = step.source.data_source_id
+        try:
+            result = await self._retrieval.search(self._request(step, left_s))
+        except SKIPPED as error:
+            if not step.skip_on_failure:
+                raise
+            warning = f"step {step.step_id!r} failed and was skipped: {error.message}"
+            return _Outcome(Found(step.step_id, source_id, ()), warning=warning)
+        return _Outcome(Found(step.step_id, source_id, result.documents), result.placement, result.timing)
 
     def _request(self, step: RetrievalPlan, left_s: float) -> RetrievalRequest:
         plan = self._plan
+        written = [output.output.strip() for output in self._outputs(step) if output.output.strip()]
         return RetrievalRequest(
             request_id=plan.request_id,
             step_id=step.step_id,
             tenant=plan.tenant,
             source=step.source,
-            query=step.query,
+            query=written[-1] if written else step.query,
             top_k=step.top_k,
             filter=step.filter,
             min_score=step.min_score,
@@ -108,37 +151,96 @@ class _Search:
             deadline_s=asyncio.get_running_loop().time() + left_s,
         )
 
-    def _take(self, step: RetrievalPlan, result: RetrievalResult) -> None:
-        self.found.append(Found(step.step_id, step.source.data_source_id, result.documents))
-        self.placement.append(result.placement)
-        self.timing.append(result.timing)
-        self.usage = self.usage + result.usage
+    # --- generation -----------------------------------------------------------------------------
 
-    def _skip(self, step: RetrievalPlan, error: GridError) -> None:
-        self.found.append(Found(step.step_id, step.source.data_source_id, ()))
-        self.warnings.append(f"step {step.step_id!r} failed and was skipped: {error.message}")
+    async def _write(self, step: GenerationPlan) -> _Outcome:
+        """Run a generation to its end, for the steps that use it."""
+        context = Context(self._found(), step.uses)
+        delivery = self.delivery(step, Before(time.monotonic(), self._deadline_s, context))
+        texts: list[str] = []
+        try:
+            while events := await delivery.events():
+                for event in events:
+                    if isinstance(event, Chunk):
+                        texts.append(event.text)
+                    elif isinstance(event, RunFailed):
+                        raise event.error
+                    elif isinstance(event, Finished):
+                        written = StepDone(step.step_id, "".join(texts), event.finish_reason)
+                        held = context.packed(delivery.documents_used)
+                        return _Outcome(written, event.placement[0], event.timing[0], held=held)
+        finally:
+            delivery.leave()
+        raise InternalError(f"the step {step.step_id!r} ended without saying how")
+
+    def delivery(self, step: GenerationPlan, before: Before) -> Delivery:
+        """Return what carries out a generation whose prompt holds what the steps that it uses made."""
+        if outputs := self._outputs(step):
+            messages = with_outputs(step.messages, outputs)
+            placement = step.placement._replace(prompt_tokens=prompt_estimate(messages))
+            step = replace(step, messages=messages, placement=placement)
+        return Delivery(self._plan, step, before, placement=self._placement, links=self._links)
+
+    def _outputs(self, step: StepPlan) -> list[StepDone]:
+        """Return what the generation steps that `step` uses wrote, in the order of the steps."""
+        used = (self._outcomes[step_id].made for step_id in self._plan.step_ids if step_id in step.uses)
+        return [made for made in used if isinstance(made, StepDone)]
+
+    # --- all together ---------------------------------------------------------------------------
+
+    def told(self) -> Before:
+        """Return what the answer's events tell of these steps."""
+        outcomes = self._in_order()
+        held = frozenset[tuple[str, str]]().union(*(each.held for each in outcomes))
+        return Before(
+            started_s=self._started_s,
+            deadline_s=self._deadline_s,
+            context=Context(self._found(), self._plan.steps[-1].uses, held),
+            outputs=tuple(each.made for each in outcomes if isinstance(each.made, StepDone)),
+            warnings=tuple(each.warning for each in outcomes if each.warning),
+            placement=tuple(each.placement for each in outcomes if each.placement is not None),
+            timing=tuple(each.timing for each in outcomes if each.timing is not None),
+            usage=sum(map(_prompted, outcomes), Usage()),
+        )
+
+    def retrieved_only(self) -> list[RunEvent]:
+        """Return the events of a pipeline without a generation step."""
+        plan, outcomes = self._plan, self._in_order()
+        usage = sum((each.timing.usage for each in outcomes if each.timing is not None), Usage())
+        started = Started(
+            request_id=plan.request_id,
+            pipeline_id=plan.pipeline_id,
+            revision=plan.revision,
+            model=plan.model,
+            steps=plan.step_ids,
+            warnings=plan.warnings + tuple(each.warning for each in outcomes if each.warning),
+            input_tokens=usage.input_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+        total_ms = (time.monotonic() - self._started_s) * 1000
+        finished = Finished(
+            finish_reason=FinishReason.STOP,
+            usage=usage,
+            ttft_ms=total_ms,
+            total_ms=total_ms,
+            timing=tuple(each.timing for each in outcomes if each.timing is not None),
+            placement=tuple(each.placement for each in outcomes if each.placement is not None),
+            exact=True,
+        )
+        return [started, *all_retrieved(self._found()), finished]
+
+    def _in_order(self) -> list[_Outcome]:
+        """Return what has ended, in the order of the steps and not of their ends."""
+        return [self._outcomes[each] for each in self._plan.step_ids if each in self._outcomes]
+
+    def _found(self) -> list[Found]:
+        return [each.made for each in self._in_order() if isinstance(each.made, Found)]
 
 
-def _retrieved_only(plan: Plan, search: _Search, started_s: float) -> list[RunEvent]:
-    """Return the events of a pipeline without a generation step."""
-    started = Started(
-        request_id=plan.request_id,
-        pipeline_id=plan.pipeline_id,
-        revision=plan.revision,
-        model=plan.model,
-        steps=plan.steps,
-        warnings=plan.warnings + tuple(search.warnings),
-        input_tokens=search.usage.input_tokens,
-        cached_tokens=search.usage.cached_tokens,
-    )
-    total_ms = (time.monotonic() - started_s) * 1000
-    finished = Finished(
-        finish_reason=FinishReason.STOP,
-        usage=search.usage,
-        ttft_ms=total_ms,
-        total_ms=total_ms,
-        timing=tuple(search.timing),
-        placement=tuple(search.placement),
-        exact=True,
-    )
-    return [started, *all_retrieved(search.found), finished]
+def _prompted(outcome: _Outcome) -> Usage:
+    """Return what a step adds to the usage of an answer: a generation all, a retrieval only its work, because
+    tokens are those of prompts and answers."""
+    if outcome.timing is None:
+        return Usage()
+    usage = outcome.timing.usage
+    return usage if isinstance(outcome.made, StepDone) else Usage(cu_seconds=usage.cu_seconds)

@@ -286,7 +286,7 @@ async def test_stream_control_holds_on_the_way(tmp_path: Path) -> None:
         planned = plan(c.config, "req_1", max_output_tokens=100)
         assert planned.generation is not None
         control = StreamControl(min_tokens_per_chunk=16, max_latency_ms=60_000, flush_on_eos=True)
-        planned = replace(planned, generation=replace(planned.generation, stream_control=control))
+        planned = replace(planned, steps=(replace(planned.generation, stream_control=control),))
         events = await collect(c.runner, planned)
         sizes = [event.tokens for event in events if isinstance(event, Chunk)]
         assert all(size >= 16 for size in sizes[:-1])
@@ -295,7 +295,7 @@ async def test_stream_control_holds_on_the_way(tmp_path: Path) -> None:
         planned = plan(c.config, "req_2", max_output_tokens=100)
         assert planned.generation is not None
         control = StreamControl(min_tokens_per_chunk=4_096, max_latency_ms=20, flush_on_eos=False)
-        planned = replace(planned, generation=replace(planned.generation, stream_control=control))
+        planned = replace(planned, steps=(replace(planned.generation, stream_control=control),))
         events = await collect(c.runner, planned)
         assert len([event for event in events if isinstance(event, Chunk)]) > 1
         assert answer(events) == await undisturbed(c.config, "Hello", 100)

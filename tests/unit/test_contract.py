@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.pipeline.contract import (
+    MAX_GENERATION_STEPS,
+    MAX_INPUTS,
     MAX_STEPS,
     Contract,
     ExecutionHints,
@@ -66,7 +68,7 @@ def step_refused(step: dict[str, Any]) -> InvalidRequest:
         ({**GENERATION, "stop": ["x"] * 9}, "stop", "at most 8 items; got 9"),
         ({**GENERATION, "stop": ["x", ""]}, "stop[1]", "at least 1 character; got 0"),
         ({**GENERATION, "id": "a b"}, "id", "must match"),
-        ({**GENERATION, "uses": ["nobody"]}, "uses", "'nobody' is the id of no earlier step"),
+        ({**GENERATION, "uses": ["nobody"]}, "uses[0]", "'nobody' is the id of no step"),
     ],
 )
 def test_a_wrong_step_is_told_by_its_field(step: dict[str, Any], param: str, told: str) -> None:
@@ -127,13 +129,38 @@ def test_ids_are_unique_and_uses_names_earlier_steps() -> None:
     assert wired.pipeline.steps[1].uses == ("a",)
     twice = refused({"pipeline": {"steps": [{**RETRIEVAL, "id": "a"}, {**GENERATION, "id": "a"}]}})
     assert twice.param == "pipeline.steps[1].id"
-    itself = refused({"pipeline": {"steps": [{**RETRIEVAL, "id": "a", "uses": ["a"]}]}})
-    assert itself.param == "pipeline.steps[0].uses"
 
 
-def test_one_generation_step_and_it_is_last() -> None:
-    assert refused({"pipeline": {"steps": [GENERATION, RETRIEVAL]}}).param == "pipeline.steps[0]"
-    assert refused({"pipeline": {"steps": [GENERATION, GENERATION]}}).param == "pipeline.steps[0]"
+@pytest.mark.parametrize(
+    ("uses", "place", "told"),
+    [
+        (["b"], 0, "this step itself"),
+        (["a", "c"], 1, "comes later"),
+        (["zz"], 0, "is the id of no step (before this one: a)"),
+        (["a", "a"], 1, "named twice"),
+    ],
+)
+def test_uses_that_name_no_earlier_step_once(uses: list[str], place: int, told: str) -> None:
+    steps = [{**RETRIEVAL, "id": "a"}, {**RETRIEVAL, "id": "b", "uses": uses}, {**RETRIEVAL, "id": "c"}]
+    error = refused({"pipeline": {"steps": steps}})
+    assert error.param == f"pipeline.steps[1].uses[{place}]"
+    assert told in error.message
+
+
+def test_a_step_uses_all_before_it_unless_it_says() -> None:
+    steps = [{**RETRIEVAL, "id": "a"}, {**RETRIEVAL, "id": "b", "uses": []}, {**GENERATION, "id": "c"}]
+    assert contract(*steps).pipeline.uses == {"a": frozenset(), "b": frozenset(), "c": {"a", "b"}}
+
+
+def test_a_generation_answers_last_and_earlier_ones_are_used() -> None:
+    last = refused({"pipeline": {"steps": [GENERATION, RETRIEVAL]}})
+    assert last.param == "pipeline.steps[1]"
+    draft, unused = {**GENERATION, "id": "draft"}, {**GENERATION, "uses": []}
+    wasted = refused({"pipeline": {"steps": [draft, unused]}})
+    assert (wasted.param, "'draft'" in wasted.message) == ("pipeline.steps[0]", True)
+    many = refused({"pipeline": {"steps": [GENERATION] * (MAX_GENERATION_STEPS + 1)}})
+    assert many.param == f"pipeline.steps[{MAX_GENERATION_STEPS}]"
+    assert len(contract(*[GENERATION] * MAX_GENERATION_STEPS).pipeline.generations) == MAX_GENERATION_STEPS
     assert contract(RETRIEVAL).pipeline.generation is None
 
 
@@ -165,7 +192,14 @@ def test_contracts_are_frozen() -> None:
         ({}, "input", "missing"),
         ({"input": ""}, "input", "at least 1 character"),
         ({"input": 5}, "input", "text; got 5"),
-        ({"inputs": ["a", "b"]}, "inputs", "not served yet"),
+        ({"inputs": []}, "inputs", "at least 1 item"),
+        ({"inputs": "a"}, "inputs", "a list; got text"),
+        ({"inputs": ["a", ""]}, "inputs[1]", "at least 1 character"),
+        ({"inputs": [5]}, "inputs[0]", "text; got 5"),
+        ({"inputs": [[{"role": "user", "contnt": "b"}]]}, "inputs[0][0].contnt", "`content`"),
+        ({"inputs": [[{"role": "assistant", "content": "b"}]]}, "inputs[0]", "must be the user's"),
+        ({"inputs": ["a"], "input": "b"}, "inputs", "`input` or `inputs`, not both"),
+        ({"inputs": ["a"] * (MAX_INPUTS + 1)}, "inputs", f"at most {MAX_INPUTS} items"),
         ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "messages", "not both"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "tool", "content": "b"}]}, "messages[0].role", "system, user, assistant"),
@@ -192,6 +226,15 @@ def test_input_may_hold_a_conversation() -> None:
     assert parse(Invocation, json.dumps({"input": turns}).encode()) == parse(
         Invocation, json.dumps({"messages": turns}).encode()
     )
+
+
+def test_each_input_is_a_call_of_its_own() -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    body = {"inputs": ["a", turns], "variables": {"v": 1}, "stream": False}
+    text, chat = parse(Invocation, json.dumps(body).encode()).each()
+    rest = {"variables": {"v": 1}, "stream": False}
+    assert text == parse(Invocation, json.dumps({"input": "a", **rest}).encode())
+    assert chat == parse(Invocation, json.dumps({"messages": turns, **rest}).encode())
 
 
 def test_variables_become_text() -> None:

@@ -79,7 +79,7 @@ def test_a_generation_becomes_a_placement_request() -> None:
     )
     assert planned.model == "chat-8b"
     assert planned.time_limit_s == 12
-    assert planned.steps == ("generation-1",)
+    assert planned.step_ids == ("generation-1",)
     generation = planned.generation
     assert generation is not None
     asked = generation.placement

@@ -132,7 +132,12 @@ class Searching:
             raise answer
         step = request.step_id
         placement = StepPlacement(step, "unit-e", "e", "local", "CPU", True, 1.0, "the only one")
-        return RetrievalResult(answer, Usage(4, 0, 0, 0.25), placement, StepTiming(step, "retrieval", 1.0))
+        return RetrievalResult(
+            answer,
+            Usage(4, 0, 0, 0.25),
+            placement,
+            StepTiming(step, "retrieval", 1.0, usage=Usage(4, 0, 0, 0.25)),
+        )
 
 
 def planned(*steps: str) -> Plan:
@@ -322,7 +327,7 @@ async def test_a_held_token_leaves_when_it_is_due() -> None:
     plan = planned(GENERATE)
     assert plan.generation is not None
     control = StreamControl(min_tokens_per_chunk=100, max_latency_ms=5)
-    plan = replace(plan, generation=replace(plan.generation, stream_control=control))
+    plan = replace(plan, steps=(replace(plan.generation, stream_control=control),))
     runner = Runner(placement=Placing(), links=Links([ANSWER[:2]]), retrieval=Searching())
     events = runner.run(plan)
     assert [type(event) for event in await anext(events)] == [Started]
