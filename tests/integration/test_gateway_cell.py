@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
+from support.calls import declared, events, generation, settled
 from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
 
 from gateway.http import shapes
@@ -26,31 +25,6 @@ async def cell(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalC
         yield running
 
 
-def generation(**fields: Any) -> dict[str, Any]:
-    return {"type": "generation", "model": CHAT_MODEL, "max_output_tokens": 16, **fields}
-
-
-async def declared(client: httpx.AsyncClient, *steps: dict[str, Any], **contract: Any) -> str:
-    answer = await client.post(
-        "/v1/pipelines", json={"name": "p", "pipeline": {"steps": steps or [generation()]}, **contract}
-    )
-    assert answer.status_code == 201, answer.text
-    shapes.PipelineView.model_validate(answer.json())
-    pipeline_id: str = answer.json()["pipeline_id"]
-    return pipeline_id
-
-
-def events(text: str) -> list[tuple[str, dict[str, Any]]]:
-    found = []
-    for block in text.split("\n\n"):
-        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
-        if lines:
-            assert lines[0].startswith("event: ")
-            assert lines[1].startswith("data: ")
-            found.append((lines[0][7:], json.loads(lines[1][6:])))
-    return found
-
-
 async def test_a_pipeline_is_declared_becomes_active_and_goes(cell: LocalCell) -> None:
     async with cell.client() as client:
         pipeline_id = await declared(client)
@@ -58,12 +32,7 @@ async def test_a_pipeline_is_declared_becomes_active_and_goes(cell: LocalCell) -
             await listed.aread()
         shapes.PipelineList.model_validate(listed.json())
         assert pipeline_id in {row["pipeline_id"] for row in listed.json()["pipelines"]}
-        status = "deploying"
-        while status == "deploying":
-            view = (await client.get(f"/v1/pipelines/{pipeline_id}")).json()
-            shapes.PipelineView.model_validate(view)
-            status = view["status"]
-        assert status == "active"
+        assert (await settled(client, pipeline_id))["status"] == "active"
         gone = await client.delete(f"/v1/pipelines/{pipeline_id}")
         assert gone.json() == {"deleted": True, "id": pipeline_id}
         assert (await client.get(f"/v1/pipelines/{pipeline_id}")).status_code == 404

@@ -1,0 +1,45 @@
+"""Contracts and answers over HTTP, for tests on a local cell."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from support.local_cell import CHAT_MODEL
+
+from gateway.http import shapes
+
+
+def generation(**fields: Any) -> dict[str, Any]:
+    return {"type": "generation", "model": CHAT_MODEL, "max_output_tokens": 16, **fields}
+
+
+async def declared(client: httpx.AsyncClient, *steps: dict[str, Any], **contract: Any) -> str:
+    answer = await client.post(
+        "/v1/pipelines", json={"name": "p", "pipeline": {"steps": steps or [generation()]}, **contract}
+    )
+    assert answer.status_code == 201, answer.text
+    shapes.PipelineView.model_validate(answer.json())
+    pipeline_id: str = answer.json()["pipeline_id"]
+    return pipeline_id
+
+
+async def settled(client: httpx.AsyncClient, pipeline_id: str) -> dict[str, Any]:
+    """Return a pipeline once it is no longer deploying."""
+    view: dict[str, Any] = {"status": "deploying"}
+    while view["status"] == "deploying":
+        view = (await client.get(f"/v1/pipelines/{pipeline_id}")).json()
+        shapes.PipelineView.model_validate(view)
+    return view
+
+
+def events(text: str) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if lines:
+            assert lines[0].startswith("event: ")
+            assert lines[1].startswith("data: ")
+            found.append((lines[0][7:], json.loads(lines[1][6:])))
+    return found
