@@ -122,7 +122,7 @@ def unstored(call: Call, contract: Contract) -> PipelineRecord:
 
 async def answer(call: Call, record: PipelineRecord, invocation: Invocation) -> None:
     if invocation.inputs is not None:
-        raise InvalidRequest("inputs: lists of inputs are not served yet; make a call for each", param="inputs")
+        raise InvalidRequest("inputs: lists are not served yet; make a call for each", param="inputs")
     plan = await plan_of(call, record, invocation)
     run = call.services.runner.run(plan)
     json_wanted = invocation.stream is None and only_json(call.exchange.header(b"accept"))
