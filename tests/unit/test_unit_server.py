@@ -30,6 +30,8 @@ class FakePeer:
     def send(self, message: WireMessage) -> None:
         self.sent.append(message)
 
+    send_lazily = send
+
     def close(self, code: str, message: str) -> None:
         self.closed = (code, message)
         assert self.server is not None
