@@ -61,9 +61,9 @@ class Services:
             if unit.load.state == UnitState.READY:
                 ready[unit.card.model] = ready.get(unit.card.model, 0) + 1
         return reasons + [
-            f"model {model.name} has {ready.get(model.name, 0)} ready units of {model.min_units}"
+            f"model {model.name} has {ready.get(model.name, 0)} ready units of {model.least_units}"
             for model in self.config.models
-            if ready.get(model.name, 0) < model.min_units
+            if ready.get(model.name, 0) < model.least_units
         ]
 
     async def close(self) -> None:

@@ -169,6 +169,11 @@ class Model(Section):
             for variant in self.variants
         )
 
+    @property
+    def least_units(self) -> int:
+        """Units of all its pools that are kept alive."""
+        return sum(pool.min_units for _, pool in self.split())
+
     def split(self) -> tuple[tuple[str, Model], ...]:
         """Return (label, the model with that pool's values) for each pool; ("", itself) without pools."""
         return tuple((pool.label, self._of(pool)) for pool in self.pools) or (("", self),)

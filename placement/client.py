@@ -100,10 +100,7 @@ class PlacementClient:
         """
         link = self._reconnecting.link
         if link is not None:
-            # Nobody waits for it, and the next question takes it along.
-            link.send_lazily(
-                Settle(0, reservation_id, outcome, input_tokens, output_tokens, ttft_ms, total_ms)
-            )
+            link.send(Settle(0, reservation_id, outcome, input_tokens, output_tokens, ttft_ms, total_ms))
 
     # --- asking -----------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ def down(config: ConfigFile = None, as_json: AsJson = False) -> None:
 def status(config: ConfigFile = None, key: Key = "", as_json: AsJson = False) -> None:
     """Show the cell on this machine; with a key, its units too."""
     from gateway import launch
+    from grid import Grid
 
     with reporting(as_json):
         state = launch.status(configuration(config))

@@ -1,8 +1,7 @@
 import csv
-import os
-from pathlib import Path
 
 import pytest
+from support.shared import data_folder
 
 from grid.errors import InvalidRequest
 from grid.hardware import catalogue
@@ -14,12 +13,6 @@ DENSE = {
     "int8_dense_tops": Precision.INT8,
     "int4_dense_tops": Precision.INT4,
 }
-
-
-def data_folder() -> Path:
-    """Return the folder with evaluation data, which is no part of the repository."""
-    named = os.environ.get("GRID_DATA")
-    return Path(named) if named else Path(__file__).parents[3] / "shared/data"
 
 
 @pytest.mark.parametrize(

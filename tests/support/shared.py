@@ -1,0 +1,20 @@
+"""Where evaluation data and requests from the field lie: beside the checkout, and no part of it. Tests that
+need them skip where they are absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+BESIDE = Path(__file__).resolve().parents[3] / "shared"
+
+
+def data_folder() -> Path:
+    """Return the folder with evaluation data: GRID_DATA, or `shared/data` beside the checkout."""
+    named = os.environ.get("GRID_DATA")
+    return Path(named) if named else BESIDE / "data"
+
+
+def contract_folder() -> Path:
+    """Return the folder with requests that people send to services of this kind, beside the data."""
+    return data_folder().parent / "contract"
