@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from grid.config import Cell, Config, Model
-from grid.engines.base import Generation
+from grid.engines.base import Generation, steps_of
 from grid.engines.environment import engine_environment
 from grid.engines.models import TINY_RANDOM
 from grid.engines.registry import build_engine
@@ -80,7 +80,7 @@ class Bench:
         messages = (Message("user", fresh_prompt()),)
         prompt = await self.engine.prepare(messages, (), ANSWER_TOKENS)
         order = Generation(secrets.token_hex(8), prompt, Sampling(ANSWER_TOKENS, temperature=0.0), "a")
-        async with aclosing(self.engine.generate(order)) as steps:
+        async with aclosing(steps_of(self.engine, order)) as steps:
             await anext(steps)
             began_s = time.perf_counter()
         return (time.perf_counter() - began_s) * 1e3

@@ -21,6 +21,7 @@ from gateway.knowledge.sources.embedded import VectorsActor
 from gateway.replica import build_deployment
 from gateway.state import open_redis
 from gateway.trust.tenants import Tenants
+from grid import heap
 from grid.config import Config
 from grid.errors import GridError, InternalError
 from grid.units.supervisor import SupervisorActor
@@ -38,6 +39,15 @@ CONTROL_CONCURRENCY = 1000
 """Calls that one actor takes at a time: lifecycle calls only, so this is never reached."""
 
 
+class RayPlacement(PlacementActor):
+    """The placement actor in a process of its own."""
+
+    async def _start(self) -> tuple[str, int]:
+        address = await super()._start()
+        heap.freeze()
+        return address
+
+
 def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
@@ -45,7 +55,7 @@ def say(**what: Any) -> None:
 def up(config: Config, address: str) -> dict[str, Any]:
     _join(address)
     say(progress="starting placement, supervisor and vector store")
-    placement = _detached(PlacementActor, "placement", config)
+    placement = _detached(RayPlacement, "placement", config)
     addresses = [placement.address.remote()]
     if not config.vectors.qdrant_url:
         addresses.append(_detached(VectorsActor, "vectors", config).address.remote())

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway.folders import private_folder
+from grid import heap
 from grid.config import Config
 from grid.errors import InternalError
 
@@ -163,11 +164,13 @@ async def build_replica_services(config: Config) -> Services:
     from gateway.services import build_services
 
     require_uvloop()
-    return await build_services(
+    services = await build_services(
         config,
         resolve_placement=partial(address_of, "placement"),
         resolve_vectors=partial(address_of, "vectors"),
     )
+    heap.freeze()
+    return services
 
 
 async def address_of(actor: str) -> tuple[str, int]:

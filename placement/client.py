@@ -100,7 +100,10 @@ class PlacementClient:
         """
         link = self._reconnecting.link
         if link is not None:
-            link.send(Settle(0, reservation_id, outcome, input_tokens, output_tokens, ttft_ms, total_ms))
+            # Nobody waits for it, and the next question takes it along.
+            link.send_lazily(
+                Settle(0, reservation_id, outcome, input_tokens, output_tokens, ttft_ms, total_ms)
+            )
 
     # --- asking -----------------------------------------------------------------------------
 

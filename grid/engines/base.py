@@ -1,12 +1,14 @@
 """What an engine is to its unit: one protocol, whatever runs behind it.
 
 Ownership: the unit owns admission, streams and accounting; the engine owns the model, its KV cache and
-its tokenizer. An engine never sees a connection and never refuses for load.
+its tokenizer. An engine never sees a connection and never refuses for load. It pushes its steps: a token
+costs a call, not a task that wakes up.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -85,6 +87,25 @@ class Step(NamedTuple):
     """This request's share of the scheduled step time since its previous step."""
 
 
+class Sink(Protocol):
+    """Takes what one generation brings, in the event loop, once `generate` has returned. Neither call blocks
+    or raises."""
+
+    def step(self, step: Step) -> None: ...
+
+    def released(self, error: BaseException | None) -> None:
+        """The engine holds nothing of the generation any more. Called exactly once, after the last step,
+        also for one that was cancelled; `error` says why it ended early otherwise."""
+
+
+class Running(Protocol):
+    """A generation that has begun."""
+
+    def cancel(self) -> object:
+        """Free its slot as soon as can be: `released` follows, perhaps before this returns. Does nothing
+        after the end."""
+
+
 class Engine(Protocol):
     """A text-generation engine. Every coroutine runs in the unit's event loop."""
 
@@ -100,10 +121,10 @@ class Engine(Protocol):
         `prompt_tokens`, `max_output_tokens` and `context_tokens` in its details.
         """
 
-    def generate(self, generation: Generation) -> AsyncIterator[Step]:
-        """Stream the steps of one generation. Closing the iterator frees its slot at once.
+    def generate(self, generation: Generation, sink: Sink) -> Running:
+        """Begin a generation and push its steps into `sink`.
 
-        Raises UnitLost if the engine dies.
+        Raises InvalidRequest, ContextOverflow or UnitLost where it can't begin; then `sink` is never called.
         """
 
     def load(self) -> EngineLoad: ...
@@ -123,3 +144,35 @@ class EmbeddingEngine(Protocol):
     def load(self) -> EngineLoad: ...
 
     async def close(self) -> None: ...
+
+
+async def steps_of(engine: Engine, generation: Generation) -> AsyncGenerator[Step, None]:
+    """Run one generation and yield its steps. Closing it waits until the slot is free.
+
+    Raises what ended the generation early.
+    """
+    queue = _Queue()
+    running = engine.generate(generation, queue)
+    try:
+        while isinstance(item := await queue.items.get(), Step):
+            yield item
+        if item is not None:
+            raise item
+    finally:
+        running.cancel()
+        await queue.ended.wait()
+
+
+class _Queue:
+    """Bounded by the generation's own max_output_tokens."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[Step | BaseException | None] = asyncio.Queue()
+        self.ended = asyncio.Event()
+
+    def step(self, step: Step) -> None:
+        self.items.put_nowait(step)
+
+    def released(self, error: BaseException | None) -> None:
+        self.items.put_nowait(error)
+        self.ended.set()

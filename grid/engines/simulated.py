@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from grid.config import Model
 from grid.engines import simulated_text as text
 from grid.engines import variants
-from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Step
+from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Sink, Step
 from grid.engines.batching import BLOCK_TOKENS, Batch, Request, Speed
 from grid.engines.packing import (
     arranged,
@@ -103,7 +102,7 @@ class SimulatedEngine:
         prompt_ids = tuple(ids)
         return Prepared(prompt_ids, prompt_hash(prompt_ids), used)
 
-    def generate(self, generation: Generation) -> AsyncIterator[Step]:
+    def generate(self, generation: Generation, sink: Sink) -> _Answer:
         if self._lost is not None:
             raise self._lost
         sampling, prompt, emitted = generation.sampling, generation.prompt, generation.emitted_ids
@@ -122,19 +121,15 @@ class SimulatedEngine:
             max_new_tokens=allowed,
             priority=generation.priority,
         )
-        answer = _Answer(request, key, len(emitted), reason, self._forget)
+        answer = self._answers[request] = _Answer(
+            self, request, sink, key=key, index=len(emitted), end_reason=reason
+        )
         if allowed == 0:
-            answer.end(FinishReason.STOP)
+            asyncio.get_running_loop().call_soon(answer.end_at_once)
         else:
             self._batch.add(request)
-            self._answers[request] = answer
             self._work.set()
         return answer
-
-    def _forget(self, request: Request) -> None:
-        """The consumer left, or has read the end."""
-        self._batch.abort(request)
-        self._answers.pop(request, None)
 
     def load(self) -> EngineLoad:
         batch = self._batch
@@ -166,7 +161,6 @@ class SimulatedEngine:
             self._work.set()
             for answer in list(self._answers.values()):
                 answer.lose(self._lost)
-            self._answers.clear()
 
     async def _run(self) -> None:
         batch, clock, answers = self._batch, time.monotonic, self._answers
@@ -182,7 +176,9 @@ class SimulatedEngine:
             await asyncio.sleep(0 if self._full_speed else max(0.0, due - clock()))
             self._measure(seconds)
             for request in batch.end_step():
-                answers[request].advance()
+                # A step of one may end another: whoever reads it can cancel what it likes.
+                if (answer := answers.get(request)) is not None:
+                    answer.advance()
 
     def _measure(self, seconds: float) -> None:
         batch = self._batch
@@ -193,89 +189,60 @@ class SimulatedEngine:
 
 
 class _Answer:
-    """The steps of one generation: the engine's loop puts them in, one consumer takes them out.
+    """One generation in the batch, and where its steps go."""
 
-    What is buffered is bounded by the request's own max_output_tokens.
-    """
+    __slots__ = ("_end_reason", "_engine", "_index", "_key", "_request", "_sink")
 
     def __init__(
         self,
+        engine: SimulatedEngine,
         request: Request,
+        sink: Sink,
+        *,
         key: int,
         index: int,
         end_reason: FinishReason,
-        forget: Callable[[Request], None],
     ) -> None:
+        self._engine = engine
         self._request = request
+        self._sink = sink
         self._key = key
         self._index = index
         self._end_reason = end_reason
-        self._forget = forget
-        self._steps: deque[Step] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._lost: UnitLost | None = None
-        self._closed = False
 
     def advance(self) -> None:
         """The request has its next token."""
         request = self._request
         token = text.answer_token(self._key, self._index)
         self._index += 1
-        self._put(
-            Step(
-                (token,),
-                text.VOCABULARY[token],
-                self._end_reason if request.finished else None,
-                request.cached_tokens,
-                request.take_seconds(),
-            )
+        finished = request.finished
+        step = Step(
+            (token,),
+            text.VOCABULARY[token],
+            self._end_reason if finished else None,
+            request.cached_tokens,
+            request.take_seconds(),
         )
+        self._sink.step(step)
+        if finished:
+            self._release(None)
 
-    def end(self, reason: FinishReason) -> None:
-        self._put(Step((), "", reason, 0, 0.0))
+    def end_at_once(self) -> None:
+        """There is nothing to generate. Not in the caller's own call, which still has to return."""
+        if self._engine._answers.get(self._request) is self:
+            self._sink.step(Step((), "", FinishReason.STOP, 0, 0.0))
+            self._release(None)
+
+    def cancel(self) -> None:
+        self._release(None)
 
     def lose(self, error: UnitLost) -> None:
-        self._lost = error
-        self._wake()
+        self._release(error)
 
-    def _put(self, step: Step) -> None:
-        self._steps.append(step)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def __aiter__(self) -> _Answer:
-        return self
-
-    async def __anext__(self) -> Step:
-        steps = self._steps
-        while not steps:
-            if self._closed:
-                raise StopAsyncIteration
-            if self._lost is not None:
-                self._closed = True
-                raise self._lost
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-        step = steps.popleft()
-        if step.finish_reason is not None:
-            self._closed = True
-            self._forget(self._request)
-        return step
-
-    async def aclose(self) -> None:
-        """Free the request's slot and KV at once."""
-        if not self._closed:
-            self._closed = True
-            self._steps.clear()
-            self._forget(self._request)
-            self._wake()
+    def _release(self, error: UnitLost | None) -> None:
+        if self._engine._answers.pop(self._request, None) is not None:
+            self._engine._batch.abort(self._request)
+            self._sink.released(error)
 
 
 def _follow(measured: float, sample: float) -> float:

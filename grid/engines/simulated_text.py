@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from grid.engines.packing import split_system
 from grid.words import Message
@@ -33,6 +34,8 @@ _ROLE_IDS = {role: len(VOCABULARY) + i for i, role in enumerate(("system", "user
 _FIRST_BYTES_ID = 1024
 """From here on an id is packed bytes: the bytes with a leading 1, so that their number is kept."""
 _BYTES_PER_TOKEN = 4
+_WORD_CHARACTERS = 32
+"""Longer pieces are no words that come again, and not remembered."""
 _PIECE = re.compile(r"\s?\S+|\s")
 
 _MASK = (1 << 64) - 1
@@ -42,16 +45,22 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def encode(text: str) -> list[int]:
     ids: list[int] = []
     for piece in _PIECE.findall(text):
-        token = _IDS.get(piece)
-        if token is not None:
-            ids.append(token)
-            continue
-        data = piece.encode("utf-8", "surrogatepass")
-        ids.extend(
-            _FIRST_BYTES_ID + int.from_bytes(b"\1" + data[at : at + _BYTES_PER_TOKEN])
-            for at in range(0, len(data), _BYTES_PER_TOKEN)
-        )
+        ids += _word_ids(piece) if len(piece) <= _WORD_CHARACTERS else _packed(piece)
     return ids
+
+
+@lru_cache(maxsize=8192)
+def _word_ids(word: str) -> tuple[int, ...]:
+    token = _IDS.get(word)
+    return _packed(word) if token is None else (token,)
+
+
+def _packed(piece: str) -> tuple[int, ...]:
+    data = piece.encode("utf-8", "surrogatepass")
+    return tuple(
+        _FIRST_BYTES_ID + int.from_bytes(b"\1" + data[at : at + _BYTES_PER_TOKEN])
+        for at in range(0, len(data), _BYTES_PER_TOKEN)
+    )
 
 
 def decode(ids: Iterable[int]) -> str:

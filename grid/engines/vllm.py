@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ from typing import Any
 from grid.config import Model
 from grid.engines import models
 from grid.engines.arguments import Checkpoint, engine_arguments, read_checkpoint
-from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Step
+from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Sink, Step
 from grid.engines.decoder import Detokenizer
 from grid.engines.meter import Meter, Stay
 from grid.engines.packing import check_room
@@ -53,6 +53,7 @@ class VLLMEngine:
         self._meter = Meter(max_running=model.max_running)
         self._adapter: ModuleType
         self._llm: Any = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._prompts: PromptBuilder
         self._detokenizer: Detokenizer
         self._end_ids: list[int] = []
@@ -108,7 +109,7 @@ class VLLMEngine:
             return await asyncio.to_thread(build, messages, documents, max_output_tokens)
         return build(messages, documents, max_output_tokens)
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Step]:
+    def generate(self, generation: Generation, sink: Sink) -> asyncio.Task[None]:
         sampling, emitted = generation.sampling, generation.emitted_ids
         tokens = len(generation.prompt.prompt_ids) + len(emitted)
         if sampling.max_output_tokens < 1:
@@ -118,12 +119,19 @@ class VLLMEngine:
         if self._llm is None:
             raise UnitLost("the engine is not running")
         prompt, parameters = self._adapter.request(generation, self._end_ids)
-        text = self._detokenizer.stream(generation.prompt.prompt_ids, emitted)
-        stay = self._meter.joined(tokens, time.monotonic())
+        outputs = self._llm.generate(prompt, parameters, generation.engine_id, priority=generation.priority)
+        task = asyncio.create_task(self._pump(outputs, generation, sink))
+        self._tasks.add(task)
+        # Not a `finally` in the task: one that is cancelled before its first step runs no code.
+        task.add_done_callback(lambda ended: self._ended(ended, sink))
+        return task
+
+    async def _pump(self, outputs: AsyncGenerator[Any, None], generation: Generation, sink: Sink) -> None:
+        """Turn vLLM's outputs into steps."""
+        prompt_ids, emitted = generation.prompt.prompt_ids, generation.emitted_ids
+        text = self._detokenizer.stream(prompt_ids, emitted)
+        stay = self._meter.joined(len(prompt_ids) + len(emitted), time.monotonic())
         try:
-            outputs = self._llm.generate(
-                prompt, parameters, generation.engine_id, priority=generation.priority
-            )
             async with aclosing(outputs):
                 async for output in outputs:
                     if not stay.started:
@@ -136,17 +144,16 @@ class VLLMEngine:
                         new_text += text.finish()
                         reason = _finish_reason(completion.finish_reason)
                         self._meter.left(stay)
-                    yield Step(
-                        ids,
-                        new_text,
-                        reason,
-                        output.num_cached_tokens or 0,
-                        self._meter.take_seconds(stay),
-                    )
+                    seconds = self._meter.take_seconds(stay)
+                    sink.step(Step(ids, new_text, reason, output.num_cached_tokens or 0, seconds))
         except Exception as error:
             raise self._adapter.translated(error) from error
         finally:
             self._meter.left(stay)
+
+    def _ended(self, task: asyncio.Task[None], sink: Sink) -> None:
+        self._tasks.discard(task)
+        sink.released(None if task.cancelled() else task.exception())
 
     def load(self) -> EngineLoad:
         return self._meter.load()
@@ -158,6 +165,9 @@ class VLLMEngine:
             raise UnitLost(f"the engine is not healthy: {type(error).__name__}") from error
 
     async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._llm is not None:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(self._adapter.shut_down, llm, SHUTDOWN_S)

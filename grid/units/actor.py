@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from grid.config import Config, Model
 from grid.engines import variants
-from grid.engines.base import EmbeddingEngine, Engine, EngineFacts, Generation
+from grid.engines.base import EmbeddingEngine, Engine, EngineFacts, Generation, steps_of
 from grid.engines.registry import build_engine
 from grid.errors import InternalError, UnitLost
 from grid.hardware import catalogue
@@ -174,11 +174,8 @@ class UnitActor:
         engine = cast(Engine, self._engine)
         prompt = await engine.prepare([Message("user", "ready?")], [], 1)
         ids: tuple[int, ...] = ()
-        async for step in engine.generate(
-            Generation(
-                f"canary/{new_id('')}", prompt, Sampling(max_output_tokens=1, temperature=0.0), "canary"
-            )
-        ):
+        sampling = Sampling(max_output_tokens=1, temperature=0.0)
+        async for step in steps_of(engine, Generation(f"canary/{new_id('')}", prompt, sampling, "canary")):
             ids += step.ids
         if len(ids) != 1:
             raise InternalError(f"{facts.model} gave {len(ids)} tokens where one was asked for")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 import ray
 
+from grid import heap
 from grid.config import Config, Model
 from grid.units import machine
 from grid.units.actor import Site, UnitActor
@@ -37,9 +37,7 @@ class RayUnit(UnitActor):
 
     async def start(self) -> UnitCard:
         ready = await super().start()
-        # What is there now stays; without this the collector walks over it again and again.
-        gc.collect()
-        gc.freeze()
+        heap.freeze()
         return ready
 
     async def ping(self) -> None:

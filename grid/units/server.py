@@ -10,17 +10,16 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from grid.engines.base import EmbeddingEngine, Engine, Step
+from grid.engines.base import EmbeddingEngine, Engine, Running, Step
 from grid.errors import GridError, InternalError
 from grid.units import events as ev
 from grid.units.outbox import Outbox
 from grid.units.unit import Unit
 from grid.wire.link import LinkServer, Peer
-from grid.wire.messages import Cancel, Embed, Submit, WireMessage
+from grid.wire.messages import Accepted, Cancel, Embed, Submit, WireMessage
 from grid.words import UnitLoad
 
 log = logging.getLogger(__name__)
@@ -49,6 +48,7 @@ class UnitServer:
         self._peers: dict[int, Peer] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._runs: dict[int, _Run] = {}
         self._encoding: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._effects: deque[ev.Effect] = deque()
@@ -62,6 +62,8 @@ class UnitServer:
         await self._server.close(code, message)
         for peer in list(self._peers.values()):
             self.disconnected(peer, message)
+        for run in list(self._runs.values()):
+            run.cancel()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -120,7 +122,7 @@ class UnitServer:
             case ev.Prepare():
                 self._spawn(effect.job, self._prepare(effect))
             case ev.Generate():
-                self._spawn(effect.job, self._generate(effect), releases=True)
+                self._generate(effect)
             case ev.Encode():
                 self._spawn(effect.job, self._encode(effect), releases=True)
             case ev.Abort(job):
@@ -136,7 +138,8 @@ class UnitServer:
             return
         outbox = self._outboxes.get(link_id)
         if outbox is None and not peer.is_paused:
-            peer.send(message)
+            # The first token, if it is quick, brings the acceptance along: one write and one wake-up less.
+            peer.send_lazily(message) if type(message) is Accepted else peer.send(message)
             return
         if outbox is None:
             outbox = self._outboxes[link_id] = Outbox()
@@ -152,7 +155,7 @@ class UnitServer:
             self._outboxes.pop(link_id, None)
             peer.close(code, text)
 
-    # --- the engine's tasks -----------------------------------------------------------------
+    # --- the engine's work ------------------------------------------------------------------
 
     def _spawn(self, job: int, work: Coroutine[Any, Any, None], *, releases: bool = False) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -169,6 +172,10 @@ class UnitServer:
             self.apply(ev.Released(job))
 
     def _abort(self, job: int) -> None:
+        run = self._runs.get(job)
+        if run is not None:
+            run.cancel()
+            return
         # An encode call runs to its end: what it computes can't be stopped, so neither can its slot be free.
         task = self._tasks.get(job)
         if task is not None and job not in self._encoding:
@@ -179,14 +186,18 @@ class UnitServer:
         prepared = await engine.prepare(effect.messages, effect.documents, effect.max_output_tokens)
         self.apply(ev.PromptReady(effect.job, prepared))
 
-    async def _generate(self, effect: ev.Generate) -> None:
-        engine = cast(Engine, self._engine)
-        steps = cast("AsyncGenerator[Step, None]", engine.generate(effect.generation))
-        async with aclosing(steps):
-            async for step in steps:
-                self.apply(ev.Stepped(effect.job, step))
-                if step.finish_reason is not None:
-                    return
+    def _generate(self, effect: ev.Generate) -> None:
+        run = self._runs[effect.job] = _Run(self, effect.job)
+        try:
+            run.running = cast(Engine, self._engine).generate(effect.generation, run)
+        except Exception as error:
+            self._released(run, error)
+
+    def _released(self, run: _Run, error: BaseException | None) -> None:
+        del self._runs[run.job]
+        if error is not None:
+            self.apply(ev.Broke(run.job, self._as_grid_error(error)))
+        self.apply(ev.Released(run.job))
 
     async def _encode(self, effect: ev.Encode) -> None:
         engine = cast(EmbeddingEngine, self._engine)
@@ -220,3 +231,29 @@ class UnitServer:
                 for message in outbox.take():
                     peer.send(message)
         self.apply(ev.Tick())
+
+
+class _Run:
+    """Takes one generation's steps from the engine to the unit."""
+
+    __slots__ = ("_server", "job", "running")
+
+    def __init__(self, server: UnitServer, job: int) -> None:
+        self._server = server
+        self.job = job
+        self.running: Running | None = None
+
+    def step(self, step: Step) -> None:
+        try:
+            self._server.apply(ev.Stepped(self.job, step))
+        except Exception as error:
+            # A bug; it costs this stream, not the engine's loop and with it all others.
+            self._server.apply(ev.Broke(self.job, self._server._as_grid_error(error)))
+            self.cancel()
+
+    def released(self, error: BaseException | None) -> None:
+        self._server._released(self, error)
+
+    def cancel(self) -> None:
+        if self.running is not None:
+            self.running.cancel()

@@ -26,6 +26,9 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 LARGE_READ_BYTES = 64 * 1024
 """After so much at once, readers get a turn before the next read, or a burst would overflow a ready one."""
 
+LAZY_S = 0.002
+"""How long a message that nobody waits for may wait for others, so that it costs no write of its own."""
+
 CLOSE_S = 1.0
 """How long an orderly close may take to send what is still buffered."""
 
@@ -96,6 +99,7 @@ class Peer(asyncio.Protocol):
         self._run: list[Tokens] = []
         """Tokens sent this turn after the newest frame in `_unsent`: they will be one frame."""
         self._is_flush_due = False
+        self._lazy_timer: asyncio.TimerHandle | None = None
         self._reason = ""
         self._beats = beats
         self._silent = 0
@@ -135,6 +139,16 @@ class Peer(asyncio.Protocol):
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
 
+    def send_lazily(self, message: WireMessage) -> None:
+        """Send in order, with the next message that is sent or within LAZY_S."""
+        if not self.is_open:
+            self.sends_dropped += 1
+            return
+        self._end_run()
+        self._unsent.append(encode(message))
+        if not self._is_flush_due and self._lazy_timer is None:
+            self._lazy_timer = self._loop.call_later(LAZY_S, self._flush)
+
     def _end_run(self) -> None:
         run = self._run
         for start in range(0, len(run), MAX_RUN):
@@ -143,6 +157,9 @@ class Peer(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._is_flush_due = False
+        if self._lazy_timer is not None:
+            self._lazy_timer.cancel()
+            self._lazy_timer = None
         self._end_run()
         if not self._unsent:
             return

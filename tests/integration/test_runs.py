@@ -20,7 +20,7 @@ from gateway.pipeline.plan import Plan, plan_chat
 from gateway.pipeline.runner import Runner
 from gateway.records import Tenant
 from grid.config import Config
-from grid.engines.base import Generation
+from grid.engines.base import Generation, steps_of
 from grid.engines.simulated import SimulatedEngine
 from grid.errors import ContextOverflow, DeadlineExceeded, NoEligibleUnit, Saturated, UnitLost
 from grid.units.actor import Site, UnitActor
@@ -144,7 +144,7 @@ async def undisturbed(config: Config, text: str, tokens: int) -> str:
     await engine.start()
     prompt = await engine.prepare([Message("user", text)], [], tokens)
     generation = Generation("oracle", prompt, Sampling(tokens, temperature=0.0), "salt")
-    parts = [step.text async for step in engine.generate(generation)]
+    parts = [step.text async for step in steps_of(engine, generation)]
     await engine.close()
     return "".join(parts)
 

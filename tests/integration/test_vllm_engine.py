@@ -17,7 +17,7 @@ import pytest_asyncio
 from support.models import CACHE, prepared
 
 from grid.config import Model
-from grid.engines.base import Generation, Step
+from grid.engines.base import Generation, Step, steps_of
 from grid.engines.environment import engine_environment
 from grid.engines.models import TINY_RANDOM
 from grid.engines.registry import build_engine
@@ -95,7 +95,7 @@ async def generation(
 
 
 async def run(engine: VLLMEngine, *args, **kwargs) -> list[Step]:
-    return [step async for step in engine.generate(await generation(engine, *args, **kwargs))]
+    return [step async for step in steps_of(engine, await generation(engine, *args, **kwargs))]
 
 
 def ids(steps: list[Step]) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ async def test_tokens_stream_and_the_last_step_says_why(engine: VLLMEngine) -> N
 
 
 async def test_leaving_frees_the_slot_at_once(engine: VLLMEngine) -> None:
-    steps = engine.generate(await generation(engine, "long", 900))
+    steps = steps_of(engine, await generation(engine, "long", 900))
     async with aclosing(steps):
         await anext(steps)
         load = engine.load()
@@ -134,7 +134,7 @@ async def test_cancelling_the_reader_frees_the_slot(engine: VLLMEngine) -> None:
     first = asyncio.Event()
 
     async def read() -> None:
-        async for _ in engine.generate(await generation(engine, "long", 900)):
+        async for _ in steps_of(engine, await generation(engine, "long", 900)):
             first.set()
 
     task = asyncio.create_task(read())
@@ -177,14 +177,14 @@ async def test_a_prompt_that_does_not_fit_is_refused_with_the_counts(engine: VLL
     ready = await generation(engine, "short", 900)
     too_much = Generation("test/over", ready.prompt, Sampling(1024), "a")
     with pytest.raises(ContextOverflow):
-        await anext(engine.generate(too_much))
+        await anext(steps_of(engine, too_much))
 
 
 async def test_bad_sampling_is_the_callers_mistake(engine: VLLMEngine) -> None:
     for bad in (Sampling(0), Sampling(5, top_p=7.0), Sampling(5, temperature=-1.0)):
         ready = await generation(engine, "short", 5)
         with pytest.raises(InvalidRequest):
-            await anext(engine.generate(Generation(f"test/{next(_numbers)}", ready.prompt, bad, "a")))
+            await anext(steps_of(engine, Generation(f"test/{next(_numbers)}", ready.prompt, bad, "a")))
     assert engine.load().running + engine.load().waiting == 0
 
 
@@ -216,7 +216,7 @@ async def test_a_dead_engine_process_ends_its_streams_with_unit_lost(environment
     (process,) = [child for child in multiprocessing.active_children() if child.pid not in mine]
     assert process.pid is not None
     assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + CPU_NICENESS
-    steps = engine.generate(await generation(engine, "long", 900))
+    steps = steps_of(engine, await generation(engine, "long", 900))
     await anext(steps)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(UnitLost):

@@ -28,6 +28,7 @@ class Clock:
         self.due_s = 0.0
         self.timer: Callable[[], None] | None = None
         self.soon: list[Callable[[], None]] = []
+        self.later: list[Callable[[], None]] = []
 
     def time(self) -> float:
         return self.now_s
@@ -36,7 +37,9 @@ class Clock:
         self.due_s, self.timer = due_s, call
         return self
 
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> None: ...
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Clock:
+        self.later.append(call)
+        return Clock()
 
     def call_soon(self, call: Callable[[], None]) -> None:
         self.soon.append(call)
@@ -203,6 +206,29 @@ async def test_one_turn_is_one_write_in_order_with_tokens_in_runs(listener: Rig)
     listener.clock.turn()
     [write] = listener.wire.writes
     assert write == encode(*messages[:2]) + encode(messages[2]) + encode(messages[3])
+
+
+async def test_what_nobody_waits_for_leaves_with_the_next_message(listener: Rig) -> None:
+    listener.peer.send_lazily(Watch(1))
+    listener.clock.turn()
+    assert listener.wire.writes == []
+    listener.peer.send(Watch(2))
+    listener.clock.turn()
+    assert len(listener.wire.writes) == 1
+    assert listener.wire.sent() == [Watch(1), Watch(2)]
+
+
+async def test_what_nobody_waits_for_leaves_by_itself_and_in_order(listener: Rig) -> None:
+    listener.peer.send(Tokens(1, 1, 0, (1,), "a"))
+    listener.clock.turn()
+    listener.peer.send_lazily(Watch(1))
+    listener.peer.send_lazily(Watch(2))
+    [leave] = listener.clock.later
+    leave()
+    assert listener.wire.sent() == [Tokens(1, 1, 0, (1,), "a"), Watch(1), Watch(2)]
+    listener.peer.close()
+    listener.peer.send_lazily(Watch(3))
+    assert listener.peer.sends_dropped == 1
 
 
 async def test_a_turn_with_more_tokens_than_a_run_holds(listener: Rig) -> None:

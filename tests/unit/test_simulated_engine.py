@@ -7,7 +7,7 @@ import pytest
 
 from grid.config import Model, Simulated
 from grid.engines import simulated_text as text
-from grid.engines.base import Generation, Step
+from grid.engines.base import Generation, Step, steps_of
 from grid.engines.simulated import SimulatedEngine, kv_tokens
 from grid.errors import ContextOverflow, InvalidRequest, UnitLost
 from grid.words import FinishReason, Message, Sampling
@@ -37,7 +37,7 @@ class Bench:
 
     async def run(self, *args, **kwargs) -> list[Step]:
         generation = await self.generation(*args, **kwargs)
-        return [step async for step in self.engine.generate(generation)]
+        return [step async for step in steps_of(self.engine, generation)]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ async def test_a_continuation_goes_on_exactly(bench: Bench, cut: int) -> None:
     generation = await bench.generation(tokens=20)
     rest = generation.sampling._replace(max_output_tokens=20 - cut)
     continued = Generation("again", generation.prompt, rest, "a", tuple(ids(whole)[:cut]))
-    steps = [step async for step in bench.engine.generate(continued)]
+    steps = [step async for step in steps_of(bench.engine, continued)]
     assert ids(whole)[:cut] + ids(steps) == ids(whole)
     assert joined(whole[:cut]) + joined(steps) == joined(whole)
     assert steps[-1].finish_reason == FinishReason.LENGTH
@@ -122,7 +122,7 @@ async def test_streams_advance_together(bench: Bench) -> None:
 
     async def consume(number: int) -> None:
         note = order.append
-        async for _ in bench.engine.generate(await bench.generation(f"prompt {number}", 5)):
+        async for _ in steps_of(bench.engine, await bench.generation(f"prompt {number}", 5)):
             note(number)
 
     await asyncio.gather(*(consume(number) for number in range(4)))
@@ -132,7 +132,7 @@ async def test_streams_advance_together(bench: Bench) -> None:
 
 async def test_leaving_frees_the_slot_at_once(bench: Bench) -> None:
     generation = await bench.generation(tokens=1000)
-    async with aclosing(bench.engine.generate(generation)) as steps:
+    async with aclosing(steps_of(bench.engine, generation)) as steps:
         await anext(steps)
         assert bench.engine.load().running == 1
     load = bench.engine.load()
@@ -143,7 +143,7 @@ async def test_cancelling_the_consumer_frees_the_slot() -> None:
     engine = SimulatedEngine(model(simulated={"full_speed": False, "speed": 1e-4}))
     await engine.start()
     generation = await Bench(engine).generation(tokens=10)
-    task = asyncio.ensure_future(anext(aiter(engine.generate(generation))))
+    task = asyncio.ensure_future(anext(steps_of(engine, generation)))
     await asyncio.sleep(0)
     assert engine.load().running + engine.load().waiting == 1
     task.cancel()
@@ -154,7 +154,7 @@ async def test_cancelling_the_consumer_frees_the_slot() -> None:
 
 
 async def test_a_crash_ends_every_stream_and_every_later_call(bench: Bench) -> None:
-    steps = bench.engine.generate(await bench.generation(tokens=1000))
+    steps = steps_of(bench.engine, await bench.generation(tokens=1000))
     first = await anext(steps)
     bench.engine.crash("power cut")
     assert first.finish_reason is None
@@ -163,7 +163,7 @@ async def test_a_crash_ends_every_stream_and_every_later_call(bench: Bench) -> N
     with pytest.raises(UnitLost):
         await bench.engine.check()
     with pytest.raises(UnitLost):
-        bench.engine.generate(await bench.generation())
+        await bench.run()
 
 
 async def test_prefix_cache_is_separate_for_each_salt(bench: Bench) -> None:

@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from grid.engines.base import EngineLoad, Prepared, Step
+from grid.engines.base import EngineLoad, Prepared, Sink, Step
+from grid.errors import InvalidRequest, UnitLost
+from grid.units import events as ev
 from grid.units import outbox as held
 from grid.units.server import UnitServer
 from grid.units.unit import Unit
@@ -28,6 +30,8 @@ class FakePeer:
     def send(self, message: WireMessage) -> None:
         self.sent.append(message)
 
+    send_lazily = send
+
     def close(self, code: str, message: str) -> None:
         self.closed = (code, message)
         assert self.server is not None
@@ -35,31 +39,36 @@ class FakePeer:
 
 
 class HandCranked:
-    """An engine whose steps the test gives, to whichever generation asks."""
+    """An engine whose steps the test gives, to whichever generation it names."""
 
     def __init__(self) -> None:
-        self.queues: dict[str, asyncio.Queue[Any]] = {}
-        self.closed: list[str] = []
+        self.sinks: dict[str, Sink] = {}
+        self.cancelled: list[str] = []
 
     async def prepare(self, messages: Any, documents: Any, max_output_tokens: int) -> Any:
         if "explode" in messages[0].text:
             raise RuntimeError(f"can't read {messages[0].text}")
         return Prepared((1,), b"h", 0)
 
-    async def generate(self, generation: Any) -> Any:
+    def generate(self, generation: Any, sink: Sink) -> Any:
         request = generation.engine_id.split("/")[0]
-        queue = self.queues.setdefault(request, asyncio.Queue())
-        try:
-            while True:
-                step = await queue.get()
-                if isinstance(step, Exception):
-                    raise step
-                yield step
-        finally:
-            self.closed.append(request)
+        if request == "impossible":
+            raise InvalidRequest("no such thing", param="prompt")
+        self.sinks[request] = sink
+        return HandCrankedRun(self, request)
 
     def load(self) -> EngineLoad:
         return EngineLoad(0, 0, 0, 0, 0, 0)
+
+
+class HandCrankedRun:
+    def __init__(self, engine: HandCranked, request: str) -> None:
+        self.engine, self.request = engine, request
+
+    def cancel(self) -> None:
+        if sink := self.engine.sinks.pop(self.request, None):
+            self.engine.cancelled.append(self.request)
+            sink.released(None)
 
 
 class Stage:
@@ -82,10 +91,12 @@ class Stage:
         self.server.received(cast(Peer, peer), submit)
 
     async def step(self, name: str, *ids: int, finish: str | None = None) -> None:
-        self.engine.queues.setdefault(name, asyncio.Queue()).put_nowait(
-            Step(ids, "x" * len(ids), finish, 0, 0.0)
-        )
         await self.settle()
+        sink = self.engine.sinks[name]
+        sink.step(Step(ids, "x" * len(ids), finish, 0, 0.0))
+        if finish is not None:
+            del self.engine.sinks[name]
+            sink.released(None)
 
     async def settle(self) -> None:
         """Let every task run as far as it can without time passing."""
@@ -129,11 +140,11 @@ async def test_a_peer_that_never_reads_is_closed_and_its_slot_freed(monkeypatch:
     assert peer.closed is not None
     assert peer.closed[0] == "saturated"
     await stage.settle()
-    assert stage.engine.closed == ["a"]
+    assert stage.engine.cancelled == ["a"]
     assert stage.server.unit.is_idle
 
 
-async def test_cancel_closes_the_generator_and_frees_the_slot() -> None:
+async def test_cancel_reaches_the_engine_and_frees_the_slot() -> None:
     stage = Stage()
     peer = stage.peer(1)
     stage.submit(peer, 1, "a")
@@ -141,7 +152,7 @@ async def test_cancel_closes_the_generator_and_frees_the_slot() -> None:
     stage.server.received(cast(Peer, peer), Cancel(1))
     assert isinstance(peer.sent[-1], Failed), "answered at once"
     await stage.settle()
-    assert stage.engine.closed == ["a"]
+    assert stage.engine.cancelled == ["a"]
     assert stage.server.unit.is_idle
     assert stage.server.unit.counters.cancel_to_free_ms > 0
     assert not stage.deaths
@@ -172,4 +183,48 @@ async def test_an_engine_error_ends_the_stream_without_telling_its_text(
     assert (refused.code, refused.message) == ("internal_error", "the engine raised RuntimeError")
     assert "secret prompt" not in caplog.text
     assert "RuntimeError" in caplog.text
+    assert stage.server.unit.is_idle
+
+
+async def test_a_generation_that_can_not_begin_ends_its_stream() -> None:
+    stage = Stage()
+    peer = stage.peer(1)
+    stage.submit(peer, 1, "impossible")
+    await stage.settle()
+    failed = peer.sent[-1]
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.message) == ("invalid_request", "no such thing")
+    assert stage.server.unit.is_idle
+
+
+async def test_an_engine_that_dies_under_one_stream_is_dead_for_all() -> None:
+    stage = Stage()
+    peer = stage.peer(1)
+    for number, name in enumerate("ab"):
+        stage.submit(peer, number, name)
+    await stage.settle()
+    stage.engine.sinks.pop("a").released(UnitLost("power cut"))
+    assert [(f.stream, f.code) for f in peer.sent if isinstance(f, Failed)] == [
+        (0, "unit_lost"),
+        (1, "unit_lost"),
+    ]
+    assert stage.engine.cancelled == ["b"]
+    assert stage.deaths == ["power cut"]
+
+
+async def test_a_bug_in_the_unit_costs_its_stream_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = Stage()
+    peer = stage.peer(1)
+    for number, name in enumerate("ab"):
+        stage.submit(peer, number, name)
+    await stage.settle()
+    with monkeypatch.context() as broken:
+        broken.setitem(stage.server.unit._handlers, ev.Stepped, lambda event, now_s: 1 / 0)
+        await stage.step("a", 1)
+    await stage.step("b", 1, finish="stop")
+    ends = {frame.stream: type(frame) for frame in peer.sent if isinstance(frame, (Failed, Done))}
+    assert ends == {0: Failed, 1: Done}
+    assert "ZeroDivisionError" in caplog.text
     assert stage.server.unit.is_idle
