@@ -25,7 +25,7 @@ import pytest
 
 from gateway import launch
 from grid import Grid
-from grid.config import Cell, Config, Gateway, Model, Simulated, load
+from grid.config import Cell, Config, Gateway, Model, Simulated
 from grid.errors import InvalidRequest, NoEligibleUnit
 from grid.runs import Retrieved, Started, Token
 
@@ -256,8 +256,3 @@ def test_a_stopped_cell_leaves_nothing(cell: launch.CellInfo, config: Config) ->
     assert launch.down(config)
     assert marked(config) == []
     assert not launch.down(config), "nothing was left to stop"
-
-
-def test_the_written_example_is_a_cell(tmp_path: Path) -> None:
-    example = load(Path(__file__).parents[2] / "examples/cells/simulated.yaml")
-    assert [model.engine for model in example.models].count("simulated") == 1

@@ -1,5 +1,5 @@
-"""Where evaluation data and requests from the field lie: beside the checkout, and no part of it. Tests that need
-them skip where they are absent."""
+"""Where evaluation data and requests from the field lie: beside the checkout, and no part of it. Tests that
+need them skip where they are absent."""
 
 from __future__ import annotations
 

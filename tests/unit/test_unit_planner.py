@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grid.config import Cell, Config, Model
+from grid.config import Cell, Config, Model, load
 from grid.units import planner as plan
 from grid.units.planner import Node, Planner, StartUnit, StopUnit, gpus_fit, start_kind, unit_prefix
 
+CELLS = Path(__file__).parents[2] / "examples/cells"
 NODE = Node("n1", {}, cpus=4.0, gpus=0.0)
 
 
@@ -297,3 +299,17 @@ def test_an_adopted_unit_is_its_pools_own() -> None:
     assert starts(made.handle(plan.NodesSeen((NODE,)), 0.0)) == ["unit-sim-a-0"]
     assert starts(made.handle(plan.Scale("sim", 2, "a"), 1.0)) == ["unit-sim-a-1"]
     assert stops(made.handle(plan.Adopted("unit-sim-b-0", "sim", "n1"), 1.0)) == ["unit-sim-b-0"]
+
+
+@pytest.mark.parametrize("example", sorted(CELLS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_example_cell_starts_on_a_small_machine(example: Path) -> None:
+    config = load(example)
+    made = Planner(config)
+    effects = made.handle(plan.NodesSeen((Node("n1", {}, cpus=2.0, gpus=0.0),)), 0.0)
+    while started := starts(effects):
+        effects = [effect for unit_id in started for effect in made.handle(plan.Ready(unit_id), 1.0)]
+    assert [(r["ready"], r["waiting_for"]) for r in made.status(1.0)] == [
+        (pool.min_units, "") for model in config.models for _, pool in model.split()
+    ]
+    names = {model.name for model in config.models}
+    assert {alias.model for alias in config.aliases.values()} <= names
