@@ -48,7 +48,9 @@ class NewDocument(Part):
 
 
 class NewDocuments(Part):
-    documents: tuple[NewDocument, ...] = Field(min_length=1, max_length=MAX_DOCUMENTS, strict=False)
+    documents: tuple[NewDocument, ...] = Field(
+        min_length=1, max_length=MAX_DOCUMENTS, strict=False, fail_fast=True
+    )
 
 
 @router.post(
