@@ -12,6 +12,8 @@ from gateway.knowledge.documents import Documents
 from gateway.knowledge.retrieval import Retrieval
 from gateway.knowledge.sources import open_stores
 from gateway.knowledge.sources.base import VectorStore
+from gateway.observe.figures import Figures
+from gateway.observe.recorder import Recorder
 from gateway.pipeline.deployer import Deployer
 from gateway.pipeline.registry import Registry
 from gateway.pipeline.runner import Runner
@@ -46,6 +48,8 @@ class Services:
     documents: Documents
     deployer: Deployer
     runner: Runner
+    recorder: Recorder
+    figures: Figures
 
     async def not_ready(self) -> list[str]:
         """Return why the cell can't serve its models now; nothing when it can."""
@@ -68,6 +72,7 @@ class Services:
 
     async def close(self) -> None:
         await self.deployer.close()
+        await self.recorder.close()
         for store in self.stores.values():
             await store.close()
         await self.bulk_links.close()
@@ -105,12 +110,15 @@ async def build_services(config: Config, *, resolve_placement: Resolve, resolve_
         ),
         deployer=Deployer(redis=redis, registry=registry, placement=placement, config=config),
         runner=Runner(placement=placement, links=links, retrieval=retrieval),
+        recorder=Recorder(redis, config),
+        figures=Figures(redis),
     )
     try:
         await placement.start()
         for store in stores.values():
             await store.start()
         await services.deployer.start()
+        services.recorder.start()
     except BaseException:
         await services.close()
         raise

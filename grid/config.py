@@ -50,6 +50,11 @@ class Placement(Section):
     """A preferred region is passed over when its predicted wait exceeds this."""
 
 
+class Observe(Section):
+    usage_kept_days: int = Field(35, ge=1, le=400)
+    """How long usage by pipeline and hour is kept; a busy pipeline takes about 2 KB a day."""
+
+
 class Alias(Section):
     model: str
     ignore_dimension: bool = False
@@ -101,6 +106,7 @@ class Config(Section):
     cell: Cell = Cell()
     gateway: Gateway = Gateway()
     placement: Placement = Placement()
+    observe: Observe = Observe()
     models: tuple[Model, ...] = DEFAULT_MODELS
     aliases: dict[str, Alias] = Field(default_factory=dict)
     redis: Redis = Redis()

@@ -8,6 +8,7 @@ replicas, so what holds sockets is built in the lifespan, in the serving loop.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -16,9 +17,10 @@ from fastapi import FastAPI
 from gateway.http import openai, pipelines
 from gateway.http.call import CALL, EXCHANGE, Call
 from gateway.http.cold import build_cold_app
-from gateway.http.errors import MethodNotAllowed, openai_envelope, unexpected
+from gateway.http.errors import MethodNotAllowed, openai_envelope, status_of, unexpected
 from gateway.http.exchange import Exchange, Message, Receive, Scope, Send, client_request_id
 from gateway.http.pace import Pace
+from gateway.observe.story import CLIENT_LEFT, Story
 from gateway.services import Services
 from gateway.trust.residency import HEADER as RESIDENCY_HEADER
 from gateway.trust.residency import Residency, parse_rule
@@ -36,6 +38,7 @@ CHAT_PATH = "/v1/chat/completions"
 OPENAI_PREFIXES = ("/v1/chat/", "/v1/models")
 ONE_SHOT_PATH = "/v1/pipeline"
 INVOKE_PREFIX, INVOKE_SUFFIX = "/v1/pipelines/", "/invoke"
+INVOKE_ROUTE = "/v1/pipelines/{pipeline_id}/invoke"
 FULL_RETRY_AFTER_S = 1.0
 """A replica at its stream cap frees a place about as often as a short answer ends."""
 VERSIONS = ("2024-06-15",)
@@ -98,14 +101,23 @@ class GatewayApp:
         if exchange.path.startswith(OPENAI_PREFIXES):
             exchange.envelope = openai_envelope
         scope[EXCHANGE] = exchange
+        story = Story(exchange.request_id, time.monotonic(), time.time())
+        error: GridError | None = None
         try:
-            await self._dispatch(exchange)
-        except GridError as error:
+            await self._dispatch(exchange, story)
+        except GridError as refusal:
+            error = refusal
             await self._fail(exchange, error)
-        except Exception as error:
-            await self._fail(exchange, unexpected(error, exchange.request_id))
+        except Exception as bug:
+            error = unexpected(bug, exchange.request_id)
+            await self._fail(exchange, error)
+        finally:
+            # The one place where a call ends, whichever way it does.
+            if story.route and self._services is not None:
+                story.end(status_seen(exchange, story, error), error, time.monotonic())
+                self._services.recorder.take(story)
 
-    async def _dispatch(self, exchange: Exchange) -> None:
+    async def _dispatch(self, exchange: Exchange, story: Story) -> None:
         services = self._services
         if services is None:
             raise Rejected("the gateway is starting; try again in a second", retry_after_s=FULL_RETRY_AFTER_S)
@@ -115,11 +127,14 @@ class GatewayApp:
             await self._cold_app(exchange)
             return
         exchange.extra_headers.append(VERSION_SERVED)
+        hot = self._hot(path)
+        if hot is not None:
+            story.route = INVOKE_ROUTE if path.startswith(INVOKE_PREFIX) else path
         tenant = await services.tenants.authenticate(presented_key(exchange))
+        story.tenant_id = tenant.tenant_id
         check_version(exchange)
         residency = self._residency(exchange)
-        call = Call(exchange, services, tenant, self._pace, residency)
-        hot = self._hot(path)
+        call = Call(exchange, services, tenant, self._pace, residency, story)
         if hot is None:
             exchange.scope[CALL] = call
             await self._cold_app(exchange)
@@ -177,6 +192,15 @@ class GatewayApp:
         elif not exchange.finished:
             # Too late for a status; an unfinished body is the only honest sign left.
             raise error
+
+
+def status_seen(exchange: Exchange, story: Story, error: GridError | None) -> int:
+    """Return the status of a call's end: as its client saw it, or would have had the status line waited."""
+    if error is not None:
+        return status_of(error)[0]
+    if not exchange.finished:
+        return CLIENT_LEFT
+    return max(exchange.status, *(status_of(run.error)[0] for run in story.runs if run.error is not None), 0)
 
 
 def check_version(exchange: Exchange) -> None:

@@ -9,6 +9,7 @@ from fastapi import Depends, Request, Response
 
 from gateway.http.exchange import Exchange
 from gateway.http.pace import Pace
+from gateway.observe.story import Story
 from gateway.records import Tenant
 from gateway.services import Services
 from gateway.trust.residency import Residency
@@ -28,6 +29,7 @@ class Call:
     pace: Pace
     residency: Residency
     """Where the call may run, as its header narrows it."""
+    story: Story
 
     @property
     def request_id(self) -> str:

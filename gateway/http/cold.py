@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from gateway.http import data_sources, openai, operations, pipelines
+from gateway.http import data_sources, metrics, openai, operations, pipelines
 from gateway.http.api_document import document
 from gateway.http.call import EXCHANGE, Json
 from gateway.http.errors import INTERNAL_MESSAGE, MethodNotAllowed, error_headers, status_of
@@ -28,7 +28,7 @@ class ColdApp(FastAPI):
 
 def build_cold_app() -> FastAPI:
     app = ColdApp(title="Zerogrid", version=version("zerogrid"), redirect_slashes=False, redoc_url=None)
-    for routes in (pipelines, data_sources, openai, operations):
+    for routes in (pipelines, data_sources, openai, metrics, operations):
         app.include_router(routes.router)
     app.add_exception_handler(GridError, _refuse)
     app.add_exception_handler(HTTPException, _http_error)

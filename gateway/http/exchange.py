@@ -44,6 +44,7 @@ class Exchange:
         "request_id",
         "scope",
         "started",
+        "status",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
@@ -58,6 +59,7 @@ class Exchange:
         self.envelope: Callable[[GridError, str], dict[str, Any]] = envelope
         self.started = False
         self.finished = False
+        self.status = 0
 
     @property
     def method(self) -> str:
@@ -143,6 +145,7 @@ class Exchange:
         """ASGI send for applications behind this one: adds what every response carries."""
         if message["type"] == "http.response.start":
             self.started = True
+            self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), *self.extra_headers]
         elif not message.get("more_body", False):
             self.finished = True
@@ -150,6 +153,7 @@ class Exchange:
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
         self.started = True
+        self.status = status
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*headers, *self.extra_headers]}
         )

@@ -40,7 +40,7 @@ async def chat_completions(call: Call) -> None:
 
 async def _answer(call: Call, request: ChatRequest) -> None:
     plan = await _plan(call, request)
-    run = call.services.runner.run(plan)
+    run = call.services.runner.run(plan, call.story)
     created = int(time.time())
     if request.stream:
         chunks = ChatChunks(call.request_id, request, created)
@@ -59,6 +59,7 @@ async def _plan(call: Call, request: ChatRequest) -> Plan:
             record = await call.services.registry.get_pipeline(call.tenant.tenant_id, request.model)
         except NotFound as unknown:
             raise NotFound(unknown.message, param="model") from None
+        call.story.of(record.pipeline_id, record.revision)
         refuse_failed(record)
         record = replace(record, contract=_with_sampling(record.contract, request))
         return await plan_of(

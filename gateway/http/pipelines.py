@@ -15,6 +15,7 @@ from gateway.http.forecasts import plan_view
 from gateway.http.runs import region_header, streamed, whole
 from gateway.http.shapes import Deleted, PipelineList, PipelineView, PlanView
 from gateway.http.views import GridEvents, whole_answer
+from gateway.observe.figures import StepFigures
 from gateway.pipeline.contract import Contract, Invocation, OneShot, RetrievalStep, parse
 from gateway.pipeline.forecast import forecast
 from gateway.pipeline.plan import Plan, check_models, check_sources, plan_invocation
@@ -54,9 +55,14 @@ async def list_pipelines(call: InCall) -> Json:
 
 @router.get("/v1/pipelines/{pipeline_id}", responses={200: {"model": PipelineView}, **errors(404)})
 async def read_pipeline(call: InCall, pipeline_id: str) -> Json:
-    """Read one pipeline with its contract and status."""
+    """Read one pipeline with its contract, its status, and how its steps did in the last hour."""
     record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
-    return Json(orjson.dumps(pipeline_view(record)))
+    known = await call.services.figures.steps(call.tenant.tenant_id, pipeline_id, record.revision)
+    step_metrics = [
+        step_metrics_view(step.id or "", known.get(step.id or "", StepFigures()))
+        for step in record.contract.pipeline.steps
+    ]
+    return Json(orjson.dumps({**pipeline_view(record), "step_metrics": step_metrics}))
 
 
 @router.delete("/v1/pipelines/{pipeline_id}", responses={200: {"model": Deleted}, **errors(404)})
@@ -88,8 +94,9 @@ async def forecast_view(call: Call, record: PipelineRecord, invocation: Invocati
 
 async def invoke(call: Call, pipeline_id: str) -> None:
     """Run a pipeline: SSE unless the body, the contract or the accept header asks for JSON."""
-    invocation = parse(Invocation, await call.body())
     record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
+    call.story.of(record.pipeline_id, record.revision)
+    invocation = parse(Invocation, await call.body())
     refuse_failed(record)
     await unless_client_leaves(call.exchange, answer(call, record, invocation))
 
@@ -102,6 +109,7 @@ async def one_shot(call: Call) -> None:
     if request.invocation is not None:
         await unless_client_leaves(call.exchange, answer(call, record, request.invocation))
         return
+    call.story.route = ""  # nothing runs, so it is counted as no call
     await call.exchange.respond(200, await forecast_view(call, record, None))
 
 
@@ -124,7 +132,7 @@ async def answer(call: Call, record: PipelineRecord, invocation: Invocation) -> 
     if invocation.inputs is not None:
         raise InvalidRequest("inputs: lists are not served yet; make a call for each", param="inputs")
     plan = await plan_of(call, record, invocation)
-    run = call.services.runner.run(plan)
+    run = call.services.runner.run(plan, call.story)
     json_wanted = invocation.stream is None and only_json(call.exchange.header(b"accept"))
     if plan.stream and not json_wanted:
         await streamed(call, plan, run, GridEvents(call.request_id))
@@ -176,6 +184,17 @@ async def source_of(call: Call, step: RetrievalStep) -> DataSourceRecord:
 def only_json(accept: str) -> bool:
     """Say whether the accept header asks for JSON and doesn't name event streams."""
     return "application/json" in accept and "text/event-stream" not in accept
+
+
+def step_metrics_view(step_id: str, figures: StepFigures) -> dict[str, Any]:
+    return {
+        "step_id": step_id,
+        "calls": figures.calls,
+        "errors": figures.errors,
+        "p50_ms": None if figures.p50_ms is None else round(figures.p50_ms, 3),
+        "p99_ms": None if figures.p99_ms is None else round(figures.p99_ms, 3),
+        "tokens": figures.tokens,
+    }
 
 
 def pipeline_view(record: PipelineRecord) -> dict[str, Any]:

@@ -180,6 +180,17 @@ class DoneEvent(Shape):
     exact: bool
 
 
+class StepMetricsView(Shape):
+    """One step of the current revision, over the last hour and all replicas."""
+
+    step_id: str
+    calls: int
+    errors: int
+    p50_ms: float | None = Field(description="of calls in which it did not fail; null without any")
+    p99_ms: float | None
+    tokens: int = Field(description="input and output")
+
+
 class PipelineView(Shape):
     pipeline_id: str
     name: str
@@ -189,6 +200,7 @@ class PipelineView(Shape):
     created_at: str
     updated_at: str
     contract: dict[str, Any]
+    step_metrics: list[StepMetricsView] | None = Field(None, description="where one pipeline is read")
 
 
 class PipelineList(Shape):
@@ -337,6 +349,54 @@ class UnitView(Shape):
 class UnitList(Shape):
     fleet_version: int
     units: list[UnitView]
+
+
+class MetricsBody(Shape):
+    request_rate_per_second: float
+    p99_latency_ms: float | None = Field(description="of good calls, within 2 %; null without any")
+    cache_hit_ratio: float | None = Field(
+        description="share of input tokens that a cache held; null without any"
+    )
+    cu_utilization_pct: float = Field(description="of the ready units of the pipeline's models")
+    error_rate_5xx: float = Field(description="share of calls that ended with a fault of the cell, 0 to 1")
+    burst_detection_active: bool
+
+
+class UnitHealth(UnitView):
+    health: Literal["healthy", "starting", "draining", "stale", "failed"]
+
+
+class MetricsView(Shape):
+    """The last 60 to 65 seconds over all replicas, at most a second late."""
+
+    pipeline_id: str | None = Field(description="null: all of the tenant's calls")
+    metrics: MetricsBody
+    hardware: list[UnitHealth] | None = Field(None, description="with `detail=hardware`")
+
+
+class UsageBody(Shape):
+    calls: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    cu_seconds: float
+
+
+class UsageHourView(UsageBody):
+    hour: str = Field(description="its beginning, RFC 3339, UTC")
+    pipeline_id: str | None = Field(description="null: calls of a model itself")
+
+
+class UsagePipelineView(UsageBody):
+    pipeline_id: str | None
+
+
+class UsageAnswer(Shape):
+    since: str
+    until: str
+    total: UsageBody
+    pipelines: list[UsagePipelineView]
+    hours: list[UsageHourView]
 
 
 class KeyView(Shape):

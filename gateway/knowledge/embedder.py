@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.knowledge.splitting import estimate_pieces
+from gateway.observe.story import RunStory
 from gateway.pipeline.events import StepPlacement
 from grid.errors import DeadlineExceeded, GridError, InternalError, Interrupted, Saturated, UnitLost
 from grid.wire.link import LinkPool
@@ -65,6 +66,8 @@ class EmbedOrder:
     texts: tuple[str, ...]
     allowed_regions: tuple[str, ...]
     deadline_s: float
+    noted: RunStory | None = None
+    """Where the placements are written down."""
 
 
 class Embedder:
@@ -86,6 +89,8 @@ class Embedder:
                 _left(order, started_s),
             )
             placement_ms += (loop.time() - started_s) * 1000
+            if order.noted is not None:
+                order.noted.decided(order.step_id, decision)
             try:
                 reply, embed_ms = await self._call(order, decision)
             except (UnitLost, Saturated):
@@ -124,6 +129,8 @@ class Embedder:
             outcome = "failed" if isinstance(error, Interrupted | InternalError) else "refused"
             raise
         finally:
+            if order.noted is not None:
+                order.noted.settled(decision.reservation_id, outcome)
             self._placement.settle(
                 decision.reservation_id,
                 outcome,

@@ -13,6 +13,7 @@ from typing import Any
 from gateway.knowledge.embedder import Embedder, EmbedOrder, Places
 from gateway.knowledge.filters import parse_filter
 from gateway.knowledge.sources.base import Collection, VectorStore
+from gateway.observe.story import RunStory
 from gateway.pipeline.events import StepPlacement, StepTiming
 from gateway.records import DataSourceRecord, RetrievedDocument, Tenant
 from grid.errors import DeadlineExceeded, Forbidden, InternalError, InvalidRequest, NotFound
@@ -34,6 +35,7 @@ class RetrievalRequest:
     min_score: float | None
     allowed_regions: tuple[str, ...]
     deadline_s: float
+    noted: RunStory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Retrieval:
                 texts=(request.query,),
                 allowed_regions=request.allowed_regions,
                 deadline_s=request.deadline_s,
+                noted=request.noted,
             )
         )
         collection = collection_of(request.tenant, source, embedded.vectors.shape[1])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.knowledge.embedder import Places, step_placement
+from gateway.observe.story import RunStory
 from gateway.pipeline import session as se
 from gateway.pipeline.context import Context
 from gateway.pipeline.events import (
@@ -29,7 +30,7 @@ from gateway.pipeline.events import (
 from gateway.pipeline.plan import GenerationPlan, Plan, estimated_tokens
 from grid.errors import GridError
 from grid.wire.link import Link, LinkStream
-from grid.wire.messages import Cancel, Submit, WireMessage
+from grid.wire.messages import Cancel, Done, Submit, WireMessage
 from grid.words import Decision, Usage
 
 PLACE_WAIT_S = 5.0
@@ -64,7 +65,14 @@ class Before:
 
 class Delivery:
     def __init__(
-        self, plan: Plan, generation: GenerationPlan, before: Before, *, placement: Places, links: Links
+        self,
+        plan: Plan,
+        generation: GenerationPlan,
+        before: Before,
+        *,
+        placement: Places,
+        links: Links,
+        noted: RunStory,
     ) -> None:
         control = generation.stream_control
         self._plan = plan
@@ -72,6 +80,7 @@ class Delivery:
         self._before = before
         self._placement = placement
         self._links = links
+        self._noted = noted
         self._documents = before.context.texts
         self._began_s = time.monotonic()
         self._session = se.Session(
@@ -114,6 +123,8 @@ class Delivery:
 
     def leave(self) -> None:
         """Nobody listens any more. Does nothing after the last event."""
+        if self._session.phase is not se.Phase.ENDED:
+            self._noted.left(self._session.usage)
         self._handle(se.ClientGone())
         self._close_stream()
         self._alarm.cancel()
@@ -139,6 +150,7 @@ class Delivery:
             return
         self._placing_s += time.monotonic() - began_s
         self._decision = decision
+        self._noted.decided(self._generation.step_id, decision)
         self._handle(se.Placed(decision.reservation_id, decision.chosen.unit_id))
         try:
             link = await self._links.get(decision.chosen.host, decision.chosen.port)
@@ -192,9 +204,10 @@ class Delivery:
                 if self._stream is not None:
                     self._stream.send(Cancel(self._stream.id, effect.attempt))
             else:
-                self._fail(effect)
+                self._fail(effect, now_s)
 
     def _settle(self, effect: se.Settle) -> None:
+        self._noted.settled(effect.reservation_id, effect.outcome)
         self._placement.settle(
             effect.reservation_id,
             effect.outcome,
@@ -227,17 +240,8 @@ class Delivery:
 
     def _finish(self, effect: se.Finish, now_s: float) -> None:
         assert self._decision is not None
-        before, figures, step_id = self._before, effect.figures, self._generation.step_id
-        timing = StepTiming(
-            step_id=step_id,
-            type="generation",
-            total_ms=(now_s - self._began_s) * 1000,
-            placement_ms=self._placing_s * 1000,
-            queue_ms=figures.queue_ms if figures is not None else 0.0,
-            prefill_ms=figures.prefill_ms if figures is not None else 0.0,
-            decode_ms=figures.decode_ms if figures is not None else 0.0,
-            usage=effect.usage,
-        )
+        before, timing = self._before, self._timing(effect.usage, effect.figures, now_s)
+        self._noted.step(timing)
         self._events.append(
             Finished(
                 finish_reason=effect.finish_reason,
@@ -245,12 +249,25 @@ class Delivery:
                 ttft_ms=(effect.first_token_s - before.started_s) * 1000,
                 total_ms=(now_s - before.started_s) * 1000,
                 timing=(*before.timing, timing),
-                placement=(*before.placement, step_placement(step_id, self._decision)),
+                placement=(*before.placement, step_placement(timing.step_id, self._decision)),
                 exact=True,
             )
         )
 
-    def _fail(self, effect: se.Fail) -> None:
+    def _timing(self, usage: Usage, figures: Done | None, now_s: float) -> StepTiming:
+        return StepTiming(
+            step_id=self._generation.step_id,
+            type="generation",
+            total_ms=(now_s - self._began_s) * 1000,
+            placement_ms=self._placing_s * 1000,
+            queue_ms=figures.queue_ms if figures is not None else 0.0,
+            prefill_ms=figures.prefill_ms if figures is not None else 0.0,
+            decode_ms=figures.decode_ms if figures is not None else 0.0,
+            usage=usage,
+        )
+
+    def _fail(self, effect: se.Fail, now_s: float) -> None:
+        self._noted.step(self._timing(effect.usage, None, now_s), effect.error)
         if not self._begun:
             raise effect.error
         usage = self._before.usage + effect.usage

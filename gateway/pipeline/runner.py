@@ -15,6 +15,7 @@ from typing import Protocol
 
 from gateway.knowledge.embedder import Places
 from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
+from gateway.observe.story import RunStory, Story
 from gateway.pipeline.context import Context, Found, all_retrieved, with_outputs
 from gateway.pipeline.delivery import Before, Delivery, Links
 from gateway.pipeline.events import (
@@ -29,7 +30,7 @@ from gateway.pipeline.events import (
 )
 from gateway.pipeline.frontier import Frontier
 from gateway.pipeline.plan import GenerationPlan, Plan, RetrievalPlan, StepPlan, prompt_estimate
-from grid.errors import DeadlineExceeded, InternalError, Interrupted, Rejected
+from grid.errors import DeadlineExceeded, GridError, InternalError, Interrupted, Rejected
 from grid.words import FinishReason, Usage
 
 SKIPPED = (Rejected, Interrupted, InternalError)
@@ -48,23 +49,33 @@ class Runner:
         self._links = links
         self._retrieval = retrieval
 
-    async def run(self, plan: Plan) -> AsyncGenerator[list[RunEvent], None]:
+    async def run(self, plan: Plan, story: Story | None = None) -> AsyncGenerator[list[RunEvent], None]:
         """Yield the events of one run, as `events.py` orders them; at once all that are there, at least one.
 
-        Raises a GridError while the answer was not accepted yet; later failures are the last event.
+        What happens is written into `story`. Raises a GridError while the answer was not accepted yet; later
+        failures are the last event.
         """
-        earlier = _Earlier(plan, self._placement, self._links, self._retrieval)
-        if plan.earlier:
-            await earlier.run()
-        if plan.generation is None:
-            yield earlier.retrieved_only()
-            return
-        delivery = earlier.delivery(plan.generation, earlier.told())
+        noted = story.run(plan.model) if story is not None else RunStory()
+        earlier = _Earlier(plan, self._placement, self._links, self._retrieval, noted)
+        delivery: Delivery | None = None
         try:
-            while events := await delivery.events():
+            if plan.earlier:
+                await earlier.run()
+            if plan.generation is None:
+                events = earlier.retrieved_only()
+                noted.hear(events[-1])
                 yield events
+                return
+            delivery = earlier.delivery(plan.generation, earlier.told())
+            while events := await delivery.events():
+                noted.hear(events[-1])
+                yield events
+        except GridError as error:
+            noted.fail(error)
+            raise
         finally:
-            delivery.leave()
+            if delivery is not None:
+                delivery.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +93,11 @@ class _Outcome:
 class _Earlier:
     """The steps before the answer, and what they made."""
 
-    def __init__(self, plan: Plan, placement: Places, links: Links, retrieval: Searches) -> None:
+    def __init__(
+        self, plan: Plan, placement: Places, links: Links, retrieval: Searches, noted: RunStory
+    ) -> None:
         self._plan = plan
+        self._noted = noted
         self._placement = placement
         self._links = links
         self._retrieval = retrieval
@@ -122,17 +136,21 @@ class _Earlier:
     # --- retrieval ------------------------------------------------------------------------------
 
     async def _search(self, step: RetrievalPlan) -> _Outcome:
-        left_s = self._deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise DeadlineExceeded("the request's time is up before its documents were found")
+        began_s = time.monotonic()
+        left_s = self._deadline_s - began_s
         source_id = step.source.data_source_id
         try:
+            if left_s <= 0:
+                raise DeadlineExceeded("the request's time is up before its documents were found")
             result = await self._retrieval.search(self._request(step, left_s))
-        except SKIPPED as error:
-            if not step.skip_on_failure:
+        except GridError as error:
+            lasted_ms = (time.monotonic() - began_s) * 1000
+            self._noted.step(StepTiming(step.step_id, "retrieval", lasted_ms), error)
+            if not step.skip_on_failure or not isinstance(error, SKIPPED):
                 raise
             warning = f"step {step.step_id!r} failed and was skipped: {error.message}"
             return _Outcome(Found(step.step_id, source_id, ()), warning=warning)
+        self._noted.step(result.timing)
         return _Outcome(Found(step.step_id, source_id, result.documents), result.placement, result.timing)
 
     def _request(self, step: RetrievalPlan, left_s: float) -> RetrievalRequest:
@@ -149,6 +167,7 @@ class _Earlier:
             min_score=step.min_score,
             allowed_regions=plan.allowed_regions,
             deadline_s=asyncio.get_running_loop().time() + left_s,
+            noted=self._noted,
         )
 
     # --- generation -----------------------------------------------------------------------------
@@ -179,7 +198,9 @@ class _Earlier:
             messages = with_outputs(step.messages, outputs)
             placement = step.placement._replace(prompt_tokens=prompt_estimate(messages))
             step = replace(step, messages=messages, placement=placement)
-        return Delivery(self._plan, step, before, placement=self._placement, links=self._links)
+        return Delivery(
+            self._plan, step, before, placement=self._placement, links=self._links, noted=self._noted
+        )
 
     def _outputs(self, step: StepPlan) -> list[StepDone]:
         """Return what the generation steps that `step` uses wrote, in the order of the steps."""

@@ -169,6 +169,11 @@ class Session:
         held_s = self._chunker.due_s
         return due_s if held_s is None else min(due_s, held_s)
 
+    @property
+    def usage(self) -> Usage:
+        """What is known of it until now."""
+        return self._usage()
+
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Take one event at `now_s` and return what is to be done, in order. After the end: nothing."""
         if self.phase is Phase.ENDED:

@@ -9,7 +9,7 @@ import hashlib
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,13 +100,17 @@ class LocalCell:
     services: Services
     placement: PlacementActor
     units: dict[str, UnitActor]
+    replicas: tuple[tuple[str, Services], ...]
+    """Every gateway replica: its address and its services; the first one is `base_url`'s."""
 
-    def client(self, key: str | None = None) -> httpx.AsyncClient:
+    def client(self, key: str | None = None, replica: int = 0) -> httpx.AsyncClient:
         """Return a client that presents `key`, the tenant's by default; "" presents none."""
         presented = self.tenant_key if key is None else key
         headers = {"x-api-key": presented} if presented else {}
         # Plain HTTP needs no certificates, and loading them takes longer than most tests.
-        return httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=20.0, verify=False)
+        return httpx.AsyncClient(
+            base_url=self.replicas[replica][0], headers=headers, timeout=20.0, verify=False
+        )
 
     async def tenant(self, name: str) -> str:
         """Return a key of another tenant."""
@@ -129,7 +133,7 @@ class LocalCell:
 
 
 @asynccontextmanager
-async def local_cell(config: Config) -> AsyncIterator[LocalCell]:
+async def local_cell(config: Config, replicas: int = 1) -> AsyncIterator[LocalCell]:
     state_dir = config.cell.state_dir
     (state_dir / "secrets").mkdir(parents=True, exist_ok=True, mode=0o700)
     link_key = state_dir / "secrets" / "link.key"
@@ -154,14 +158,24 @@ async def local_cell(config: Config) -> AsyncIterator[LocalCell]:
         for unit_id, model in planned_units(config):
             units[unit_id] = _unit(config, model, unit_id, placement)
             await units[unit_id].start()
-        async with _served(GatewayApp(config, build)) as base_url:
-            services = built[0]
-            keys = await services.tenants.bootstrap()
+        async with AsyncExitStack() as serving:
+            urls = [
+                await serving.enter_async_context(_served(GatewayApp(config, build))) for _ in range(replicas)
+            ]
+            keys = await built[0].tenants.bootstrap()
             async with asyncio.timeout(READY_WITHIN_S):
-                while await services.not_ready():  # noqa: ASYNC110  readiness is asked, as a probe does
-                    await asyncio.sleep(0.01)
+                for services in built:
+                    while await services.not_ready():  # noqa: ASYNC110  readiness is asked, as a probe does
+                        await asyncio.sleep(0.01)
             yield LocalCell(
-                config, base_url, keys["operator_key"], keys["tenant_key"], services, placement, units
+                config,
+                urls[0],
+                keys["operator_key"],
+                keys["tenant_key"],
+                built[0],
+                placement,
+                units,
+                tuple(zip(urls, built, strict=True)),
             )
     finally:
         for unit in units.values():

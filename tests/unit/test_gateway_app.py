@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -14,15 +15,17 @@ import httpx
 import pytest
 
 from gateway.http import exchange
-from gateway.http.app import GatewayApp
+from gateway.http.app import INVOKE_ROUTE, GatewayApp
+from gateway.http.exchange import SERVER_CANCELS
 from gateway.http.shapes import ErrorEnvelope
+from gateway.observe.story import Outcome, Story
 from gateway.pipeline.contract import Contract
 from gateway.pipeline.events import Chunk, Finished, RunEvent, RunFailed, Started
 from gateway.pipeline.plan import Plan
 from gateway.records import PipelineRecord, PipelineStatus, Tenant
 from gateway.services import Services
 from grid.config import Config
-from grid.errors import GridError, NotFound, Saturated, Unauthorised, UnitLost
+from grid.errors import GridError, InternalError, NotFound, Saturated, Unauthorised, UnitLost
 from grid.words import Usage
 
 STARTED = Started("req_x", "pl-1", 1, "m", ("generation-1",), (), 3, 0, "local")
@@ -44,12 +47,14 @@ class ScriptedRunner:
         self.script = script
         self.left = 0
 
-    async def run(self, plan: Plan) -> AsyncGenerator[list[RunEvent], None]:
+    async def run(self, plan: Plan, story: Story) -> AsyncGenerator[list[RunEvent], None]:
+        told = story.run(plan.model)
         try:
             for item in self.script:
                 await asyncio.sleep(0)
                 if isinstance(item, BaseException):
                     raise item
+                told.hear(item)
                 yield [item]
         except (asyncio.CancelledError, GeneratorExit):
             self.left += 1
@@ -79,6 +84,14 @@ class OnePipeline:
         return PipelineRecord(pipeline_id, tenant_id, "p", 1, contract, self._status, "no units", "", "")
 
 
+class Recorder:
+    def __init__(self) -> None:
+        self.stories: list[Story] = []
+
+    def take(self, story: Story) -> None:
+        self.stories.append(story)
+
+
 class Closing:
     closed = 0
 
@@ -94,6 +107,7 @@ def services(runner: ScriptedRunner, **parts: Any) -> Services:
             tenants=OneTenant(),
             registry=parts.get("registry", OnePipeline()),
             runner=runner,
+            recorder=parts.get("recorder", Recorder()),
             close=close,
         ),
     )
@@ -233,11 +247,84 @@ async def test_a_pipeline_that_failed_to_deploy_says_why(status: PipelineStatus,
         assert "no units" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", [INVOKE, CHAT])
+@pytest.mark.parametrize(
+    ("script", "status", "outcome"),
+    [
+        ([STARTED, CHUNK, FINISHED], 200, Outcome.GOOD),
+        ([Saturated("full")], 429, Outcome.REFUSED),
+        ([UnitLost("gone")], 503, Outcome.FAILED),
+        ([STARTED, CHUNK, RunFailed(UnitLost("gone"), Usage(3, 0, 1, 0.1), "hel")], 503, Outcome.FAILED),
+        ([KeyError("a bug")], 500, Outcome.FAILED),
+        ([STARTED, CHUNK, KeyError("a bug")], 500, Outcome.FAILED),
+    ],
+)
+async def test_every_call_is_taken_once_with_how_it_ended(
+    path: str, stream: bool, script: Script, status: int, outcome: Outcome
+) -> None:
+    recorder = Recorder()
+    with contextlib.suppress(InternalError):  # a bug after the status line breaks the body off
+        await ask(script, path, body_of(path, stream), recorder=recorder)
+    (story,) = recorder.stories
+    assert (story.status, story.outcome) == (status, outcome)
+    assert story.tenant_id == "t"
+    assert story.pipeline_id == ("pl-1" if path == INVOKE else "")
+    assert story.route == (INVOKE_ROUTE if path == INVOKE else CHAT)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status", "tenant", "pipeline"),
+    [
+        (INVOKE, b"{", "zg-good", 400, "t", "pl-1"),
+        ("/v1/pipelines/pl-2/invoke", b"{}", "zg-good", 404, "t", ""),
+        (INVOKE, b"{}", "zg-bad", 401, "", ""),
+        (CHAT, b"[]", "zg-good", 400, "t", ""),
+    ],
+)
+async def test_what_is_refused_early_is_taken_too(
+    path: str, body: bytes, key: str, status: int, tenant: str, pipeline: str
+) -> None:
+    recorder = Recorder()
+    async with app_of(services(ScriptedRunner([]), recorder=recorder)) as app:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            await client.post(path, content=body, headers={"x-api-key": key})
+            await client.get("/healthz")
+            await client.get("/v1/nowhere", headers={"x-api-key": key})
+    (story,) = recorder.stories
+    assert (story.status, story.tenant_id, story.pipeline_id) == (status, tenant, pipeline)
+    assert story.outcome is Outcome.REFUSED
+
+
+@pytest.mark.parametrize("server_cancels", [True, False])
+async def test_a_client_that_leaves_is_a_cancelled_call(server_cancels: bool) -> None:
+    recorder = Recorder()
+
+    class Endless(ScriptedRunner):
+        async def run(self, plan: Plan, story: Story) -> AsyncGenerator[list[RunEvent], None]:
+            yield [STARTED]
+            await asyncio.Event().wait()
+
+    async with app_of(services(Endless([]), recorder=recorder)) as app:
+        slow = Dribbler()
+        slow.parts.put_nowait({"type": "http.request", "body": b'"stream": true}', "more_body": False})
+        asking = asyncio.create_task(slow.ask(app, **({SERVER_CANCELS: True} if server_cancels else {})))
+        while not slow.sent:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if server_cancels:
+            asking.cancel()
+        slow.parts.put_nowait({"type": "http.disconnect"})
+        await asyncio.wait((asking,))
+    (story,) = recorder.stories
+    assert story.outcome is Outcome.CANCELLED
+
+
 async def test_streams_above_the_cap_are_refused_and_places_come_back() -> None:
     hold = asyncio.Event()
 
     class Held(ScriptedRunner):
-        async def run(self, plan: Plan) -> AsyncGenerator[list[RunEvent], None]:
+        async def run(self, plan: Plan, story: Story) -> AsyncGenerator[list[RunEvent], None]:
             yield [STARTED]
             await hold.wait()
             yield [FINISHED]
@@ -265,12 +352,12 @@ class Dribbler:
         self.parts.put_nowait({"type": "http.request", "body": b'{"input": "x", ', "more_body": True})
         self.sent: list[Any] = []
 
-    async def ask(self, app: GatewayApp) -> None:
+    async def ask(self, app: GatewayApp, **more: Any) -> None:
         async def send(message: Any) -> None:
             self.sent.append(message)
 
         headers = [(b"x-api-key", b"zg-good")]
-        scope = {"type": "http", "method": "POST", "path": INVOKE, "headers": headers}
+        scope = {"type": "http", "method": "POST", "path": INVOKE, "headers": headers, **more}
         await app(scope, self.parts.get, send)
 
 

@@ -1,0 +1,143 @@
+"""Takes in ended calls and writes their sums to Redis about twice a second: the shell around `ledger.py`.
+
+A batch is one script, so it is added whole or not at all, and once: it carries a number that the script
+remembers, and the same batch with the same number is sent again until Redis says that it has it. While Redis
+is away, calls go on being counted in memory, within the ledger's bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+
+import orjson
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway.observe.ledger import Batch, Ledger
+from gateway.observe.story import Story
+from gateway.state import run_script
+from grid.config import Config
+from grid.errors import GridError
+from grid.words import new_id
+
+logger = logging.getLogger(__name__)
+
+FLUSH_PERIOD_S = 0.5
+"""Figures are seen everywhere within a second; an idle replica writes nothing."""
+BATCH_SERIES = 256
+"""Series in one script: up to about 1,000 hashes, which keep Redis busy for some 5 ms."""
+WRITTEN_KEPT_S = 3_600
+"""How long Redis remembers a replica's newest batch: far longer than a batch is tried before it succeeds."""
+DAY_S = 86_400
+
+# KEYS: number of the replica's newest batch. ARGV: number, seconds to remember it, sums, members.
+_ADD = """
+if tonumber(redis.call('GET', KEYS[1]) or '0') >= tonumber(ARGV[1]) then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+for _, hash in ipairs(cjson.decode(ARGV[3])) do
+  for field, more in pairs(hash[3]) do redis.call('HINCRBY', hash[1], field, more) end
+  if hash[2] > 0 then redis.call('EXPIRE', hash[1], hash[2]) end
+end
+for _, set in ipairs(cjson.decode(ARGV[4])) do
+  redis.call('SADD', set[1], unpack(set[3]))
+  redis.call('EXPIRE', set[1], set[2])
+end
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """A batch that may have been written already: it never changes and is sent until that is known."""
+
+    number: int
+    sums: bytes
+    members: bytes
+
+
+class Recorder:
+    """One per replica. `take` is called once for each call, when it has ended."""
+
+    def __init__(self, client: Redis, config: Config) -> None:
+        self._redis = client
+        self._ledger = Ledger(config.observe.usage_kept_days * DAY_S)
+        self._written = f"zg:written:{new_id('')}"
+        self._number = 0
+        self._sending: _Sending | None = None
+        self._flushing = asyncio.Lock()
+        self._loop: asyncio.Task[None] | None = None
+        self._away = False
+
+    def take(self, story: Story) -> None:
+        """Count a call. Never raises: a bug here must not be its caller's."""
+        try:
+            self._ledger.add(story)
+        except Exception:
+            logger.exception("request %s was not counted", story.request_id)
+
+    def charge(self, story: Story, cu_seconds: float) -> None:
+        """Add compute of a call that was taken before its unit had said what it took."""
+        self._ledger.charge(story.tenant_id, story.pipeline_id, story.model, cu_seconds, int(story.ended_at))
+
+    def start(self) -> None:
+        """Begin to write, in the running loop."""
+        self._loop = asyncio.create_task(self._write_on())
+
+    async def close(self) -> None:
+        """Write what is left, if Redis answers, and stop."""
+        if self._loop is None:
+            return
+        self._loop.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._loop
+        self._loop = None
+        try:
+            await self.flush()
+        except (GridError, RedisError) as error:
+            logger.error("the last figures of this replica were not written: %s", error)
+
+    async def flush(self) -> None:
+        """Write all that waits. Raises Rejected when Redis is away; nothing is lost by that."""
+        async with self._flushing:
+            while (sending := self._sending or self._next()) is not None:
+                self._sending = sending
+                await run_script(
+                    self._redis,
+                    _ADD,
+                    [self._written],
+                    [sending.number, WRITTEN_KEPT_S, sending.sums, sending.members],
+                )
+                self._sending = None
+
+    def _next(self) -> _Sending | None:
+        batch = self._ledger.take(BATCH_SERIES)
+        if batch is None:
+            return None
+        self._number += 1
+        return _encoded(self._number, batch)
+
+    async def _write_on(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_PERIOD_S)
+            try:
+                await self.flush()
+            except (GridError, RedisError) as error:
+                if not self._away:
+                    logger.warning("figures wait in memory: %s", error)
+                self._away = True
+            except Exception:
+                # A bug: it costs one batch, and the replica goes on counting.
+                logger.exception("figures were not written")
+            else:
+                if self._away:
+                    logger.warning("figures are written again; %d calls found no room", self._ledger.dropped)
+                self._away = False
+
+
+def _encoded(number: int, batch: Batch) -> _Sending:
+    sums = [[to.name, to.kept_s, fields] for to, fields in batch.sums.items()]
+    members = [[to.name, to.kept_s, sorted(names)] for to, names in batch.members.items()]
+    return _Sending(number, orjson.dumps(sums), orjson.dumps(members))

@@ -1,0 +1,256 @@
+"""Figures against truth: what two replicas say of mixed calls equals a separate count of these calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
+
+from gateway.http import shapes
+from gateway.observe.histogram import RELATIVE_ERROR
+from gateway.observe.recorder import Recorder
+from gateway.observe.story import Outcome, Story
+from grid.config import Config
+from grid.units import events as ev
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SLOW, DOOMED = "sim-slow", "sim-doomed"
+
+
+def with_more_models(config: Config) -> Config:
+    """Add one that takes seconds for an answer, and one that will die."""
+    chat = next(model for model in config.models if model.name == CHAT_MODEL)
+    timed = chat.simulated.model_copy(update={"full_speed": False})
+    more = [chat.model_copy(update={"name": name, "simulated": timed}) for name in (SLOW, DOOMED)]
+    return config.model_copy(update={"models": (*config.models, *more)})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cell(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCell]:
+    config = with_more_models(cell_config(Path(tmp_path_factory.mktemp("cell"))))
+    async with local_cell(config, replicas=2) as running:
+        yield running
+
+
+@dataclass
+class Truth:
+    """What the callers of one pipeline saw."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    usage: Counter[str] = field(default_factory=Counter)
+    cu_seconds: float = 0.0
+
+    def saw(self, outcome: str, usage: dict[str, Any] | None = None) -> None:
+        self.outcomes[outcome] += 1
+        for name in ("input_tokens", "cached_tokens", "output_tokens"):
+            self.usage[name] += usage[name] if usage else 0
+        self.cu_seconds += usage["cu_seconds"] if usage else 0.0
+
+    @property
+    def calls(self) -> int:
+        return self.outcomes.total()
+
+
+async def declared(client: httpx.AsyncClient, model: str = CHAT_MODEL, tokens: int = 8) -> str:
+    step = {"type": "generation", "model": model, "max_output_tokens": tokens}
+    answer = await client.post("/v1/pipelines", json={"name": "p", "pipeline": {"steps": [step]}})
+    assert answer.status_code == 201, answer.text
+    pipeline_id: str = answer.json()["pipeline_id"]
+    return pipeline_id
+
+
+async def good(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
+    answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"input": "x", "stream": False})
+    assert answer.status_code == 200, answer.text
+    truth.saw("good", answer.json()["usage"])
+
+
+async def streamed(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
+    answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"input": "x"})
+    name, data = answer.text.rstrip("\n").split("\n\n")[-1].split("\n")
+    assert name == "event: done"
+    truth.saw("good", json.loads(data.removeprefix("data: "))["usage"])
+
+
+async def chatted(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
+    """Through another route; its usage has no compute in it, so the pipeline's own answer is asked for."""
+    body = {"model": pipeline_id, "messages": [{"role": "user", "content": "x"}]}
+    answer = await client.post("/v1/chat/completions", json=body)
+    used = answer.json()["usage"]
+    truth.saw(
+        "good",
+        {
+            "input_tokens": used["prompt_tokens"],
+            "cached_tokens": used["prompt_tokens_details"]["cached_tokens"],
+            "output_tokens": used["completion_tokens"],
+            "cu_seconds": 0.0,
+        },
+    )
+
+
+async def refused(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
+    answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"inptu": "x"})
+    assert answer.status_code == 400
+    truth.saw("refused")
+
+
+async def too_long(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
+    answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"input": "word " * 6000})
+    assert answer.status_code == 400, answer.text
+    truth.saw("refused")
+
+
+async def cancelled(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
+    path = f"/v1/pipelines/{pipeline_id}/invoke"
+    async with client.stream("POST", path, json={"input": "x"}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("event: token"):
+                break
+    truth.saw("cancelled")
+
+
+async def broken(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
+    """Runs until its unit dies, or is refused for want of one."""
+    answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"input": "x"})
+    if answer.status_code == 200:
+        name, data = answer.text.rstrip("\n").split("\n\n")[-1].split("\n")
+        assert name == "event: error", answer.text
+        truth.saw("failed", json.loads(data.removeprefix("data: "))["error"]["usage"])
+    else:
+        assert answer.status_code == 503
+        # One that was accepted, but had no text yet, says what it took.
+        truth.saw("failed", answer.json()["error"].get("usage"))
+
+
+class Taps:
+    """Sees every story that the replicas take, for the exact times."""
+
+    def __init__(self, cell: LocalCell, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stories: list[Story] = []
+        take = Recorder.take
+
+        def tapped(recorder: Recorder, story: Story) -> None:
+            self.stories.append(story)
+            take(recorder, story)
+
+        monkeypatch.setattr(Recorder, "take", tapped)
+        self._recorders = [services.recorder for _, services in cell.replicas]
+
+    async def until(self, calls: int) -> None:
+        """Return when so many calls have ended, and all of them are in Redis."""
+        async with asyncio.timeout(20):
+            while len(self.stories) < calls:  # noqa: ASYNC110  a cancelled call's end is nobody's answer
+                await asyncio.sleep(0.01)
+        for recorder in self._recorders:
+            await recorder.flush()
+
+
+async def test_figures_of_mixed_calls_over_two_replicas_are_true(
+    cell: LocalCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taps = Taps(cell, monkeypatch)
+    dice = random.Random(3)
+    async with cell.client() as one, cell.client(replica=1) as two:
+        steady, long, doomed = (
+            await declared(one),
+            await declared(one, SLOW, 3000),
+            await declared(one, DOOMED, 2000),
+        )
+        truths = {steady: Truth(), long: Truth(), doomed: Truth()}
+        kinds = [(good, 140), (streamed, 120), (refused, 80), (too_long, 20)]
+        calls = [(kind, steady) for kind, count in kinds for _ in range(count)]
+        calls += [(cancelled, long)] * 60 + [(chatted, steady)] * 40
+        dice.shuffle(calls)
+        gate = asyncio.Semaphore(24)
+
+        async def call(number: int, kind: Any, pipeline_id: str) -> None:
+            async with gate:
+                await kind((one, two)[number % 2], pipeline_id, truths[pipeline_id])
+
+        await asyncio.gather(*(call(n, kind, pipeline) for n, (kind, pipeline) in enumerate(calls)))
+        dying = [asyncio.create_task(broken((one, two)[n % 2], doomed, truths[doomed])) for n in range(20)]
+        unit = cell.units[f"{DOOMED}-0"]._ready
+        while (await cell.running())[f"{DOOMED}-0"] < len(dying):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        unit.apply(ev.EngineDied("pulled out by a test"))
+        await asyncio.gather(*dying)
+        await asyncio.gather(*(broken((one, two)[n % 2], doomed, truths[doomed]) for n in range(20)))
+        made = sum(truth.calls for truth in truths.values())
+        assert made == 500
+        await taps.until(made)
+
+        step = await _step_metrics(two, steady)
+        assert step.calls == truths[steady].calls - 80, "a body that is no call never comes to a step"
+        assert step.errors == 20
+        assert step.tokens == truths[steady].usage["input_tokens"] + truths[steady].usage["output_tokens"]
+        assert step.p50_ms is not None
+        assert (await _step_metrics(one, doomed)).errors == truths[doomed].calls
+
+        for pipeline_id, truth in truths.items():
+            await _check(one, two, pipeline_id, truth, taps)
+        tenant = (await two.get("/v1/usage")).json()
+        assert tenant["total"]["calls"] == 500
+        everything = shapes.MetricsView.model_validate((await two.get("/v1/metrics")).json())
+        failed = truths[doomed].calls
+        assert everything.metrics.error_rate_5xx == pytest.approx(failed / 500)
+
+
+async def _step_metrics(client: httpx.AsyncClient, pipeline_id: str) -> shapes.StepMetricsView:
+    view = shapes.PipelineView.model_validate((await client.get(f"/v1/pipelines/{pipeline_id}")).json())
+    assert view.step_metrics is not None
+    (step,) = view.step_metrics
+    return step
+
+
+async def _check(
+    one: httpx.AsyncClient, two: httpx.AsyncClient, pipeline_id: str, truth: Truth, taps: Taps
+) -> None:
+    for client in (one, two):
+        answer = await client.get("/v1/metrics", params={"pipeline_id": pipeline_id})
+        shown = shapes.MetricsView.model_validate(answer.json()).metrics
+        # The window is of 60 to 65 seconds, and all calls are in it.
+        assert truth.calls / 65 <= shown.request_rate_per_second * 1.001
+        assert shown.request_rate_per_second <= truth.calls / 60 * 1.001
+        assert shown.error_rate_5xx == pytest.approx(truth.outcomes["failed"] / truth.calls, abs=1e-6)
+        times = sorted(
+            story.total_ms
+            for story in taps.stories
+            if story.pipeline_id == pipeline_id and story.outcome is Outcome.GOOD
+        )
+        assert len(times) == truth.outcomes["good"]
+        if times:
+            exact = times[math.ceil(0.99 * len(times)) - 1]
+            assert shown.p99_latency_ms == pytest.approx(exact, rel=RELATIVE_ERROR + 1e-3)
+        else:
+            assert shown.p99_latency_ms is None
+        usage = shapes.UsageAnswer.model_validate(
+            (await client.get("/v1/usage", params={"pipeline_id": pipeline_id})).json()
+        )
+        assert usage.total.calls == truth.calls
+        assert sum(hour.calls for hour in usage.hours) == truth.calls
+        counted = Counter(story.outcome.value for story in taps.stories if story.pipeline_id == pipeline_id)
+        assert counted == truth.outcomes
+        if truth.outcomes["cancelled"]:
+            assert usage.total.output_tokens >= truth.outcomes["cancelled"]
+            continue
+        assert usage.total.input_tokens == truth.usage["input_tokens"]
+        assert usage.total.output_tokens == truth.usage["output_tokens"]
+        assert usage.total.cached_tokens == truth.usage["cached_tokens"]
+        told = sum(s.usage.cu_seconds for s in taps.stories if s.pipeline_id == pipeline_id)
+        assert usage.total.cu_seconds == pytest.approx(told, abs=1e-6 * truth.calls)
+        if shown.cache_hit_ratio is not None:
+            expected = truth.usage["cached_tokens"] / truth.usage["input_tokens"]
+            assert shown.cache_hit_ratio == pytest.approx(expected, abs=1e-6)
