@@ -69,6 +69,7 @@ class Recorder:
         self._sending: _Sending | None = None
         self._flushing = asyncio.Lock()
         self._loop: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         self._away = False
 
     def take(self, story: Story) -> None:
@@ -90,9 +91,8 @@ class Recorder:
         """Write what is left, if Redis answers, and stop."""
         if self._loop is None:
             return
-        self._loop.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._loop
+        self._closing.set()
+        await self._loop
         self._loop = None
         try:
             await self.flush()
@@ -120,8 +120,9 @@ class Recorder:
         return _encoded(self._number, batch)
 
     async def _write_on(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_PERIOD_S)
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), FLUSH_PERIOD_S)
             try:
                 await self.flush()
             except (GridError, RedisError) as error:
