@@ -69,7 +69,7 @@ class RunStory:
                 return
 
     def step(self, timing: StepTiming, error: GridError | None = None) -> None:
-        """A step has ended; what it took is charged however the run ends. Tokens are prompts' and answers'."""
+        """A step has ended; what it took is charged however the run ends. Tokens are of prompts and texts."""
         self.steps.append(StepEnd(timing, error))
         usage = timing.usage
         self._charge(usage if timing.type == "generation" else Usage(cu_seconds=usage.cu_seconds))
