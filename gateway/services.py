@@ -9,11 +9,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gateway.knowledge.documents import Documents
+from gateway.knowledge.embedder import Embedder
 from gateway.knowledge.retrieval import Retrieval
 from gateway.knowledge.sources import open_stores
 from gateway.knowledge.sources.base import VectorStore
 from gateway.observe.figures import Figures
 from gateway.observe.recorder import Recorder
+from gateway.pipeline.counting import Counter
 from gateway.pipeline.deployer import Deployer
 from gateway.pipeline.registry import Registry
 from gateway.pipeline.runner import Runner
@@ -50,6 +52,9 @@ class Services:
     runner: Runner
     recorder: Recorder
     figures: Figures
+    counter: Counter
+    embedder: Embedder
+    """For texts that callers want the vectors of, on the links for bulk."""
 
     async def not_ready(self) -> list[str]:
         """Return why the cell can't serve its models now; nothing when it can."""
@@ -112,6 +117,8 @@ async def build_services(config: Config, *, resolve_placement: Resolve, resolve_
         runner=Runner(placement=placement, links=links, retrieval=retrieval),
         recorder=Recorder(redis, config),
         figures=Figures(redis),
+        counter=Counter(placement=placement, links=links),
+        embedder=Embedder(placement=placement, links=bulk_links),
     )
     try:
         await placement.start()

@@ -56,15 +56,11 @@ def error_of(status: int, body: object, headers: Mapping[str, str] | None = None
         param=envelope.get("param") or "",
         retry_after_s=_retry_after_s(headers),
         details={
-            **{key: value for key, value in envelope.items() if key not in _FIXED_FIELDS},
+            **(details if isinstance(details := envelope.get("details"), dict) else {}),
             "status": status,
             "request_id": body.get("request_id") or headers.get("x-request-id", ""),
         },
     )
-
-
-_FIXED_FIELDS = frozenset({"type", "code", "message", "param", "retryable", "retry_after_s"})
-"""Everything else in the envelope is a detail: counts and reasons."""
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

@@ -45,8 +45,14 @@ class Steps(Generic[R]):
             return None
 
 
+INTERFACE_VERSION = "2026-12-01"
+"""That this client is written for; a gateway of a later release still serves it."""
+
+
 def key_headers(key: str) -> dict[str, str]:
-    return {"x-api-key": key} if key else {}
+    """Return what every call says of its caller: the version that it speaks, and its key."""
+    spoken = {"grid-version": INTERFACE_VERSION}
+    return {**spoken, "x-api-key": key} if key else spoken
 
 
 def trusted(ca_file: Path | str | None) -> ssl.SSLContext | bool:

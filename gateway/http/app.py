@@ -14,12 +14,22 @@ from functools import partial
 
 from fastapi import FastAPI
 
-from gateway.http import openai, pipelines
+from gateway.http import anthropic, embeddings, openai, pipelines
 from gateway.http.call import CALL, EXCHANGE, Call
 from gateway.http.cold import build_cold_app
-from gateway.http.errors import MethodNotAllowed, openai_envelope, status_of, unexpected
+from gateway.http.errors import ANTHROPIC, GRID, OPENAI, MethodNotAllowed, unexpected
 from gateway.http.exchange import Exchange, Message, Receive, Scope, Send, client_request_id
 from gateway.http.pace import Pace
+from gateway.http.versions import (
+    ADAPTERS,
+    ALIAS,
+    CURRENT,
+    HEADER,
+    MESSAGES_PREFIX,
+    ecosystem_of,
+    served_headers,
+    version_asked,
+)
 from gateway.observe.story import CLIENT_LEFT, Story
 from gateway.services import Services
 from gateway.trust.residency import HEADER as RESIDENCY_HEADER
@@ -34,19 +44,20 @@ REQUEST_ID = "zerogrid.request_id"
 """Scope key: the id that a middleware in front already made."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/docs/oauth2-redirect", "/openapi.json"})
 """What answers without a key: nothing there belongs to a tenant."""
-CHAT_PATH = "/v1/chat/completions"
-OPENAI_PREFIXES = ("/v1/chat/", "/v1/models")
-ONE_SHOT_PATH = "/v1/pipeline"
+OPENAI_PREFIXES = ("/v1/chat/", "/v1/embeddings", "/v1/models")
 INVOKE_PREFIX, INVOKE_SUFFIX = "/v1/pipelines/", "/invoke"
 INVOKE_ROUTE = "/v1/pipelines/{pipeline_id}/invoke"
 FULL_RETRY_AFTER_S = 1.0
 """A replica at its stream cap frees a place about as often as a short answer ends."""
-VERSIONS = ("2024-06-15",)
-"""Versions of this interface that are served; the last one is what a call without a header gets."""
-VERSION_HEADERS = (b"grid-version", b"anthropic-version")
-VERSION_SERVED = (b"grid-version-served", VERSIONS[-1].encode())
 
 Hot = Callable[[Call], Awaitable[None]]
+HOT: dict[str, Hot] = {
+    "/v1/chat/completions": openai.chat_completions,
+    "/v1/embeddings": embeddings.create_embeddings,
+    "/v1/messages": anthropic.create_message,
+    "/v1/pipeline": pipelines.one_shot,
+}
+"""Beside the invocation of a pipeline, whose path holds its id."""
 
 
 class GatewayApp:
@@ -99,7 +110,10 @@ class GatewayApp:
         if echo := client_request_id(given):
             exchange.extra_headers.append((b"x-client-request-id", echo.encode()))
         if exchange.path.startswith(OPENAI_PREFIXES):
-            exchange.envelope = openai_envelope
+            exchange.ecosystem = OPENAI
+        elif exchange.path.startswith(MESSAGES_PREFIX):
+            exchange.ecosystem = ANTHROPIC
+            exchange.extra_headers.append((b"request-id", exchange.request_id.encode()))
         scope[EXCHANGE] = exchange
         story = Story(exchange.request_id, time.monotonic(), time.time())
         error: GridError | None = None
@@ -126,13 +140,12 @@ class GatewayApp:
             exchange.scope["state"] = {"services": services}
             await self._cold_app(exchange)
             return
-        exchange.extra_headers.append(VERSION_SERVED)
         hot = self._hot(path)
         if hot is not None:
             story.route = INVOKE_ROUTE if path.startswith(INVOKE_PREFIX) else path
+        speak_version(exchange)
         tenant = await services.tenants.authenticate(presented_key(exchange))
         story.tenant_id = tenant.tenant_id
-        check_version(exchange)
         residency = self._residency(exchange)
         call = Call(exchange, services, tenant, self._pace, residency, story)
         if hot is None:
@@ -172,10 +185,8 @@ class GatewayApp:
         return residency
 
     def _hot(self, path: str) -> Hot | None:
-        if path == CHAT_PATH:
-            return openai.chat_completions
-        if path == ONE_SHOT_PATH:
-            return pipelines.one_shot
+        if path in HOT:
+            return HOT[path]
         if path.startswith(INVOKE_PREFIX) and path.endswith(INVOKE_SUFFIX):
             pipeline_id = path[len(INVOKE_PREFIX) : -len(INVOKE_SUFFIX)]
             if pipeline_id and "/" not in pipeline_id:
@@ -195,23 +206,31 @@ class GatewayApp:
 
 
 def status_seen(exchange: Exchange, story: Story, error: GridError | None) -> int:
-    """Return the status of a call's end: as its client saw it, or would have had the status line waited."""
+    """Return the status of a call's end: as its client saw it, or would have had the status line waited. In the
+    grid's own numbers, so that figures mean the same on every route."""
     if error is not None:
-        return status_of(error)[0]
+        return GRID.status(error)
     if not exchange.finished:
         return CLIENT_LEFT
-    return max(exchange.status, *(status_of(run.error)[0] for run in story.runs if run.error is not None), 0)
+    return max(exchange.status, *(GRID.status(run.error) for run in story.runs if run.error is not None), 0)
 
 
-def check_version(exchange: Exchange) -> None:
-    """Raises InvalidRequest where the caller asks for a version of the interface that isn't served."""
-    for header in VERSION_HEADERS:
-        asked = exchange.single_header(header)
-        if asked is not None and asked not in VERSIONS:
-            name = header.decode()
-            raise InvalidRequest(
-                f"{name}: {asked[:64]!r} is not served; supported: {', '.join(VERSIONS)}", param=name
-            )
+def speak_version(exchange: Exchange) -> None:
+    """Let the exchange speak the version that its caller asks for. Raises InvalidRequest, told in the current
+    version, for one that isn't served."""
+    try:
+        version = version_asked(
+            exchange.single_header(HEADER.encode()), exchange.single_header(ALIAS.encode()), exchange.path
+        )
+    except InvalidRequest:
+        exchange.extra_headers += served_headers(CURRENT)
+        raise
+    exchange.extra_headers += served_headers(version)
+    adapter = ADAPTERS.get(version)
+    if adapter is not None:
+        exchange.translate = partial(adapter.request, exchange.path)
+        if exchange.ecosystem is GRID:
+            exchange.ecosystem = ecosystem_of(version)
 
 
 def presented_key(exchange: Exchange) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from gateway.http.honoured import Neutral, PartedText, refuse_unhonoured
 from gateway.pipeline.contract import (
     MAX_MESSAGES,
     MAX_OUTPUT_TOKENS,
@@ -17,13 +18,12 @@ from gateway.pipeline.contract import (
     Name,
     Part,
     Stop,
-    Text,
 )
 from grid.errors import InvalidRequest
 
 SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop")
 """Named here as in a generation step."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "n": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -41,7 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Fields that the grid can't honour, with the values that ask for nothing beyond what it does anyway."""
-NEUTRAL_IN_TURNS: dict[str, tuple[Any, ...]] = {
+NEUTRAL_IN_TURNS: Neutral = {
     "name": ("",),
     "tool_calls": ([],),
     "function_call": (),
@@ -52,27 +52,13 @@ NEUTRAL_IN_TURNS: dict[str, tuple[Any, ...]] = {
 """The same for a message; an assistant's turn is often sent back just as it was received."""
 
 
-def _text(value: Any) -> Any:
-    """Join text parts; parts of other kinds are refused by their kind."""
-    if not isinstance(value, list):
-        return value
-    texts: list[str] = []
-    for position, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            named = repr(kind[:64]) if isinstance(kind, str) else "no type"
-            raise ValueError(f"part {position} has {named}; this cell's models take parts of type 'text'")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
 class ChatTurn(Part):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_text)]
+    content: PartedText
     name: Any = None
     tool_calls: Any = None
     function_call: Any = None
@@ -155,9 +141,9 @@ class ChatRequest(Part):
 
     def check(self) -> None:
         """Raise InvalidRequest for what the grid can't honour; `param` names the field."""
-        _refuse_unhonoured(self, NEUTRAL, "")
+        refuse_unhonoured(self, NEUTRAL)
         for position, turn in enumerate(self.messages):
-            _refuse_unhonoured(turn, NEUTRAL_IN_TURNS, f"messages[{position}].")
+            refuse_unhonoured(turn, NEUTRAL_IN_TURNS, f"messages[{position}].")
         if self.messages[-1].role != "user":
             raise InvalidRequest(
                 f"messages: the last message must be the user's, not the {self.messages[-1].role}'s",
@@ -165,14 +151,3 @@ class ChatRequest(Part):
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only allowed with `stream: true`", param="stream_options")
-
-
-def _refuse_unhonoured(part: Part, neutral: dict[str, tuple[Any, ...]], prefix: str) -> None:
-    # Most bodies name none of these, so only what was given is looked at.
-    for name in part.model_fields_set & neutral.keys():
-        value = getattr(part, name)
-        if value is None or any(type(value) is type(same) and value == same for same in neutral[name]):
-            continue
-        accepted = " or ".join(repr(same) for same in neutral[name])
-        remedy = f"leave it out, or send {accepted}" if accepted else "leave it out"
-        raise InvalidRequest(f"{prefix}{name}: this cell can't honour it; {remedy}", param=prefix + name)

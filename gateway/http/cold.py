@@ -11,10 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from gateway.http import data_sources, metrics, openai, operations, pipelines
+from gateway.http import anthropic, data_sources, metrics, openai, operations, pipelines
 from gateway.http.api_document import document
 from gateway.http.call import EXCHANGE, Json
-from gateway.http.errors import INTERNAL_MESSAGE, MethodNotAllowed, error_headers, status_of
+from gateway.http.errors import INTERNAL_MESSAGE, MethodNotAllowed, error_headers
 from gateway.http.exchange import Exchange
 from grid.errors import GridError, InternalError, InvalidRequest, NotFound
 
@@ -28,7 +28,7 @@ class ColdApp(FastAPI):
 
 def build_cold_app() -> FastAPI:
     app = ColdApp(title="Zerogrid", version=version("zerogrid"), redirect_slashes=False, redoc_url=None)
-    for routes in (pipelines, data_sources, openai, metrics, operations):
+    for routes in (pipelines, data_sources, openai, anthropic, metrics, operations):
         app.include_router(routes.router)
     app.add_exception_handler(GridError, _refuse)
     app.add_exception_handler(HTTPException, _http_error)
@@ -40,9 +40,8 @@ def build_cold_app() -> FastAPI:
 async def _refuse(request: Request, error: Exception) -> Json:
     assert isinstance(error, GridError)
     exchange: Exchange = request.scope[EXCHANGE]
-    answer = Json(
-        orjson.dumps(exchange.envelope(error, exchange.request_id)), status_code=status_of(error)[0]
-    )
+    told = exchange.ecosystem
+    answer = Json(orjson.dumps(told.envelope(error, exchange.request_id)), status_code=told.status(error))
     answer.raw_headers.extend(error_headers(error))
     return answer
 

@@ -77,7 +77,7 @@ async def create_data_source(call: InCall) -> Json:
         config={},
         region=config.cell.region,
         embedding_model=model,
-        dimension=known_dimension(call, model, asked.dimension),
+        dimension=check_dimension(asked.dimension, model, known_dimension(call, model)),
         idempotency_key=call.exchange.header(b"idempotency-key"),
     )
     return Json(orjson.dumps(source_view(record)), status_code=201)
@@ -133,8 +133,9 @@ def check_config(asked: NewDataSource) -> None:
         )
 
 
-def embedding_model(name: str | None, config: Config) -> str:
-    """Return the embedding model that `name` stands for. Raises InvalidRequest that lists the cell's."""
+def embedding_model(name: str | None, config: Config, param: str = "embedding_model") -> str:
+    """Return the embedding model that `name`, the value of `param`, stands for. Raises InvalidRequest that
+    lists the cell's."""
     models = [model.name for model in config.models if model.engine == "embedding"]
     if name is None and models:
         return models[0]
@@ -142,17 +143,20 @@ def embedding_model(name: str | None, config: Config) -> str:
     resolved = alias.model if alias is not None else name
     if resolved not in models:
         raise InvalidRequest(
-            f"embedding_model: {name!r} is no embedding model of this cell; "
-            f"it has {', '.join(models) or 'none'}",
-            param="embedding_model",
+            f"{param}: {name!r} is no embedding model of this cell; it has {', '.join(models) or 'none'}",
+            param=param,
         )
     return resolved
 
 
-def known_dimension(call: Call, model: str, asked: int | None) -> int:
-    """Return the vector length of `model`, 0 before a unit says it. Raises InvalidRequest."""
+def known_dimension(call: Call, model: str) -> int:
+    """Return the vector length of `model`, 0 before a unit says it."""
     cards = (unit.card for unit in call.services.placement.fleet.units)
-    known = next((card.dimension for card in cards if card.task == Task.EMBED and card.model == model), 0)
+    return next((card.dimension for card in cards if card.task == Task.EMBED and card.model == model), 0)
+
+
+def check_dimension(asked: int | None, model: str, known: int) -> int:
+    """Return the vector length to record. Raises InvalidRequest where the caller thinks of another one."""
     if asked is not None and known and asked != known:
         raise InvalidRequest(
             f"dimension: {model} makes vectors of {known} numbers, not {asked}", param="dimension"

@@ -13,12 +13,15 @@ STATUSES = {
     401: "no key, or a wrong one",
     403: "residency or policy forbids it",
     404: "unknown id",
+    408: "the body did not arrive in time",
     409: "the state of a resource forbids it",
     413: "the body is larger than the cell takes",
     422: "the idempotency key was used with another body",
     429: "queues are full; `retry-after` says when to come back",
+    500: "the cell failed on this request; its log names the cause under the request id",
     503: "no eligible unit now; the message says what would have to change",
     504: "the deadline passed",
+    529: "the cell can't take the work now; `retry-after`, where it is there, says when to come back",
 }
 REF = "#/components/schemas/{model}"
 
@@ -28,12 +31,9 @@ def body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": ref(model)}}}}
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the documented refusals of a route, 401 among them."""
-    return {
-        status: {"model": shapes.ErrorEnvelope, "description": STATUSES[status]}
-        for status in sorted({401, *statuses})
-    }
+def errors(*statuses: int, told: type[BaseModel] = shapes.ErrorEnvelope) -> dict[int | str, dict[str, Any]]:
+    """Return the documented refusals of a route. What any route may answer, `api_document` adds."""
+    return {status: {"model": told, "description": STATUSES[status]} for status in statuses}
 
 
 def ref(model: type[BaseModel]) -> dict[str, str]:

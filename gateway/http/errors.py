@@ -1,11 +1,13 @@
-"""Errors as HTTP: one table from the error tree to statuses, and the two envelopes. Nothing here awaits."""
+"""Errors as HTTP: one table from the error tree to statuses, and an envelope for each ecosystem. Nothing here
+awaits."""
 
 from __future__ import annotations
 
 import logging
 import math
 import traceback
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from grid.errors import (
     Cancelled,
@@ -77,15 +79,15 @@ def status_of(error: GridError) -> tuple[int, str]:
 
 
 def envelope(error: GridError, request_id: str) -> dict[str, Any]:
-    """Return the grid's own envelope; details never hide the fixed fields."""
+    """Return the grid's own envelope."""
     return {
         "error": {
-            **error.details,
             "type": status_of(error)[1],
             "code": error.code,
             "message": error.message,
             "param": error.param or None,
             "retryable": error.retryable,
+            "details": error.details,
         },
         "request_id": request_id,
     }
@@ -105,6 +107,49 @@ def openai_envelope(error: GridError, request_id: str) -> dict[str, Any]:
             "code": "model_not_found" if status == 404 and error.param == "model" else error.code,
         }
     }
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Type by status; everything else is `invalid_request_error`."""
+OVERLOADED = 529
+
+
+def anthropic_status(error: GridError) -> int:
+    """Return the status that Anthropic's clients know: a cell that can't take the work now is overloaded."""
+    status, _ = status_of(error)
+    return OVERLOADED if status == 503 or isinstance(error, Rejected) else status
+
+
+def anthropic_envelope(error: GridError, request_id: str) -> dict[str, Any]:
+    """Return the envelope that Anthropic's clients read."""
+    kind = ANTHROPIC_TYPES.get(anthropic_status(error), "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+
+
+class Ecosystem(NamedTuple):
+    """How the clients of one family of routes are told of an error: its status, and its body, which is also
+    that of an error in the middle of a stream."""
+
+    status: Callable[[GridError], int]
+    envelope: Callable[[GridError, str], dict[str, Any]]
+
+
+def _status(error: GridError) -> int:
+    return status_of(error)[0]
+
+
+GRID = Ecosystem(_status, envelope)
+OPENAI = Ecosystem(_status, openai_envelope)
+ANTHROPIC = Ecosystem(anthropic_status, anthropic_envelope)
 
 
 def error_headers(error: GridError) -> list[tuple[bytes, bytes]]:

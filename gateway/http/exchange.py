@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from gateway.http.errors import RequestTimeout, envelope, error_headers, status_of
+from gateway.http.errors import GRID, Ecosystem, RequestTimeout, error_headers
 from grid.errors import Cancelled, GridError, InvalidRequest, TooLarge
 
 Scope = MutableMapping[str, Any]
@@ -30,14 +30,15 @@ JSON: Header = (b"content-type", b"application/json")
 class Exchange:
     """Reads one body within its cap and answers once.
 
-    `envelope` shapes errors; a compatible route sets its own ecosystem's.
+    `ecosystem` says how errors look; a compatible route sets its own. `translate` makes the current version's
+    body of what a caller of an older one sent.
     """
 
     __slots__ = (
         "_body",
         "_headers",
         "_send",
-        "envelope",
+        "ecosystem",
         "extra_headers",
         "finished",
         "receive",
@@ -45,6 +46,7 @@ class Exchange:
         "scope",
         "started",
         "status",
+        "translate",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
@@ -56,7 +58,8 @@ class Exchange:
         self._body: bytes | None = None
         self.request_id = request_id
         self.extra_headers: list[Header] = [(b"x-request-id", request_id.encode())]
-        self.envelope: Callable[[GridError, str], dict[str, Any]] = envelope
+        self.ecosystem: Ecosystem = GRID
+        self.translate: Callable[[bytes], bytes] | None = None
         self.started = False
         self.finished = False
         self.status = 0
@@ -100,12 +103,13 @@ class Exchange:
         if self._body is None:
             try:
                 async with asyncio.timeout(BODY_TIME_S):
-                    self._body = await self._read(max_bytes)
+                    body = await self._read(max_bytes)
             except TimeoutError:
                 raise RequestTimeout(
                     f"the body did not arrive within {BODY_TIME_S:g} s; send the request again",
                     param="body",
                 ) from None
+            self._body = body if self.translate is None else self.translate(body)
         return self._body
 
     async def _read(self, max_bytes: int) -> bytes:
@@ -174,7 +178,8 @@ class Exchange:
 
     async def refuse(self, error: GridError) -> None:
         """Answer with an error; the status line must not have been sent."""
-        await self.respond(status_of(error)[0], self.envelope(error, self.request_id), error_headers(error))
+        told = self.ecosystem
+        await self.respond(told.status(error), told.envelope(error, self.request_id), error_headers(error))
 
 
 def client_request_id(given: str) -> str:

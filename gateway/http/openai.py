@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -11,20 +10,17 @@ from fastapi import APIRouter
 
 from gateway.http.call import Call, InCall, Json
 from gateway.http.chat import ChatRequest
+from gateway.http.conversations import plan_conversation
 from gateway.http.documented import errors
 from gateway.http.errors import openai_envelope
 from gateway.http.exchange import unless_client_leaves
-from gateway.http.pipelines import plan_of, refuse_failed
 from gateway.http.runs import WholeRun, failure, region_header, streamed, whole
 from gateway.http.shapes import ModelList
 from gateway.http.sse import data
-from gateway.pipeline.contract import Contract, GenerationStep, Invocation, parse
+from gateway.pipeline.contract import parse
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started, StepDone
-from gateway.pipeline.plan import Plan, plan_chat
-from grid.errors import InvalidRequest, NotFound
 from grid.words import Task, UnitState, Usage
 
-PIPELINE_PREFIX = "pl-"
 DONE = b"data: [DONE]\n\n"
 NO_TEXT: dict[str, Any] = {}
 
@@ -39,7 +35,8 @@ async def chat_completions(call: Call) -> None:
 
 
 async def _answer(call: Call, request: ChatRequest) -> None:
-    plan = await _plan(call, request)
+    messages = tuple(turn.message for turn in request.messages)
+    plan = await plan_conversation(call, request.model, messages, request.sampling, stream=request.stream)
     run = call.services.runner.run(plan, call.story)
     created = int(time.time())
     if request.stream:
@@ -49,40 +46,6 @@ async def _answer(call: Call, request: ChatRequest) -> None:
         result = await whole(run)
         payload = completion(call.request_id, request, created, result)
         await call.exchange.respond(200, payload, region_header([*result.ends()]))
-
-
-async def _plan(call: Call, request: ChatRequest) -> Plan:
-    """Plan for a model or alias, or for the pipeline whose id stands in `model`."""
-    messages = tuple(turn.message for turn in request.messages)
-    if request.model.startswith(PIPELINE_PREFIX):
-        try:
-            record = await call.services.registry.get_pipeline(call.tenant.tenant_id, request.model)
-        except NotFound as unknown:
-            raise NotFound(unknown.message, param="model") from None
-        call.story.of(record.pipeline_id, record.revision)
-        refuse_failed(record)
-        record = replace(record, contract=_with_sampling(record.contract, request))
-        return await plan_of(
-            call, record, Invocation.model_construct(messages=messages, stream=request.stream)
-        )
-    step = GenerationStep(model=request.model).model_copy(update=request.sampling)
-    return plan_chat(
-        step,
-        messages,
-        request_id=call.request_id,
-        tenant=call.tenant,
-        config=call.services.config,
-        residency=call.residency,
-    )
-
-
-def _with_sampling(contract: Contract, request: ChatRequest) -> Contract:
-    """Return the contract with what the caller says itself in place of the generation step's settings."""
-    generation = contract.pipeline.generation
-    if generation is None:
-        raise InvalidRequest(f"model: {request.model} only retrieves; invoke it instead", param="model")
-    steps = (*contract.pipeline.steps[:-1], generation.model_copy(update=request.sampling))
-    return contract.model_copy(update={"pipeline": contract.pipeline.model_copy(update={"steps": steps})})
 
 
 class ChatChunks:

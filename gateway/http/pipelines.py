@@ -135,7 +135,7 @@ async def answer(call: Call, record: PipelineRecord, invocation: Invocation) -> 
     run = call.services.runner.run(plan, call.story)
     json_wanted = invocation.stream is None and only_json(call.exchange.header(b"accept"))
     if plan.stream and not json_wanted:
-        await streamed(call, plan, run, GridEvents(call.request_id))
+        await streamed(call, plan, run, GridEvents(call.request_id, call.exchange.ecosystem))
     else:
         result = await whole(run)
         await call.exchange.respond(200, whole_answer(result), region_header([*result.ends()]))

@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway.http.call import Call
 from gateway.http.exchange import Header
-from gateway.http.sse import SSE_HEADERS, write_events
+from gateway.http.sse import KEEP_ALIVE, SSE_HEADERS, write_events
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, RunFailed, Started, StepDone
 from gateway.pipeline.plan import Plan
 from grid.errors import GridError, InternalError
@@ -73,9 +73,17 @@ async def whole(run: Run) -> WholeRun:
 
 
 async def streamed(
-    call: Call, plan: Plan, run: Run, encode: Callable[[RunEvent], bytes], last: bytes = b""
+    call: Call,
+    plan: Plan,
+    run: Run,
+    encode: Callable[[RunEvent], bytes],
+    last: bytes = b"",
+    keep_alive: bytes = KEEP_ALIVE,
 ) -> None:
-    """Write a run as SSE; `last` follows a finished one. Raises GridError while nothing has been written."""
+    """Write a run as SSE; `last` follows a finished one, `keep_alive` breaks a silence.
+
+    Raises GridError while nothing has been written.
+    """
     # The caller's own bound on how late a token may be holds for the replica's pauses as well.
     most_s = plan.generation.stream_control.max_latency_ms / 1000 if plan.generation is not None else 0.0
     pace = call.pace
@@ -91,7 +99,7 @@ async def streamed(
         if isinstance(first[-1], RunFailed) and not any(isinstance(item, Chunk) for item in first):
             raise failure(first[-1])
         await call.exchange.start(200, [*SSE_HEADERS, *region_header(first)])
-        ended = await write_events(first, run, encode, call.exchange.write, pause_s)
+        ended = await write_events(first, run, encode, call.exchange.write, pause_s, keep_alive)
         await call.exchange.finish(last if isinstance(ended, Finished) else b"")
 
 

@@ -11,17 +11,17 @@ class Shape(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorBody(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class ErrorBody(Shape):
     type: str
     code: str
     message: str
     param: str | None
     retryable: bool
+    details: dict[str, Any] = Field(description="counts and reasons, such as `prompt_tokens`")
 
 
 class ErrorEnvelope(Shape):
-    """Every error of the grid's own routes. `error` may carry counts and reasons beside its fixed fields."""
+    """Every error of the grid's own routes."""
 
     error: ErrorBody
     request_id: str
@@ -38,6 +38,19 @@ class OpenAIErrorEnvelope(Shape):
     """Errors of the OpenAI-compatible routes; the request id is in the `x-request-id` header."""
 
     error: OpenAIError
+
+
+class AnthropicError(Shape):
+    type: str
+    message: str
+
+
+class AnthropicErrorEnvelope(Shape):
+    """Errors of the Anthropic-compatible routes."""
+
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str
 
 
 class UsageView(Shape):
@@ -143,6 +156,49 @@ class ChatCompletion(Shape):
     system_fingerprint: None
     choices: list[ChatChoice]
     usage: ChatUsage
+
+
+class EmbeddingView(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="text (base64 of little-endian float32) where asked for")
+
+
+class EmbeddingsUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Shape):
+    object: Literal["list"]
+    data: list[EmbeddingView]
+    model: str
+    usage: EmbeddingsUsage
+
+
+class TextBlock(Shape):
+    type: Literal["text"]
+    text: str
+
+
+class MessageUsage(Shape):
+    input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(Shape):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Shape):
+    input_tokens: int
 
 
 class StartEvent(Shape):

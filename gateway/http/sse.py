@@ -36,13 +36,14 @@ def data(payload: dict[str, Any]) -> bytes:
 
 
 class KeepAlive:
-    """Writes a comment whenever nothing else was written for about `KEEP_ALIVE_S`, until closed.
+    """Writes `words`, a comment, whenever nothing else was written for about `KEEP_ALIVE_S`, until closed.
 
     It costs a timer; the task that writes begins with the first silence.
     """
 
-    def __init__(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+    def __init__(self, write: Callable[[bytes], Awaitable[None]], words: bytes = KEEP_ALIVE) -> None:
         self._write = write
+        self._words = words
         self._written = False
         self._task: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._begin)
@@ -61,7 +62,7 @@ class KeepAlive:
     async def _beat(self) -> None:
         while True:
             if not self._written:
-                await self._write(KEEP_ALIVE)
+                await self._write(self._words)
             self._written = False
             await asyncio.sleep(KEEP_ALIVE_S)
 
@@ -72,12 +73,14 @@ async def write_events(
     encode: Callable[[RunEvent], bytes],
     write: Callable[[bytes], Awaitable[None]],
     pause_s: Callable[[Chunk], float] = lambda _: 0.0,
+    keep_alive: bytes = KEEP_ALIVE,
 ) -> RunEvent:
     """Write `first` and all the rest, one write for what comes together; return the last event.
 
     `pause_s` is told of each write of text, by its last chunk, and says how long to let more gather.
+    `keep_alive` is what is written into a silence.
     """
-    beats = KeepAlive(write)
+    beats = KeepAlive(write, keep_alive)
     items = first
     try:
         while True:

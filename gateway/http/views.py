@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from gateway.http.errors import envelope
+from gateway.http.errors import Ecosystem
 from gateway.http.runs import WholeRun, failure, usage
 from gateway.http.sse import event
 from gateway.pipeline.events import (
@@ -25,8 +25,9 @@ from gateway.records import RetrievedDocument
 class GridEvents:
     """Encodes a run as the grid's own events."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, ecosystem: Ecosystem) -> None:
         self._request_id = request_id
+        self._ecosystem = ecosystem
 
     def __call__(self, item: RunEvent) -> bytes:
         if isinstance(item, Chunk):
@@ -44,7 +45,7 @@ class GridEvents:
         if isinstance(item, Finished):
             moves = sum(placed.moves for placed in item.placement)
             return event("done", {**finished_view(item), "moves": moves})
-        return event("error", envelope(failure(item), self._request_id))
+        return event("error", self._ecosystem.envelope(failure(item), self._request_id))
 
 
 def whole_answer(result: WholeRun) -> dict[str, Any]:

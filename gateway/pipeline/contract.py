@@ -391,7 +391,7 @@ class Asked(Part):
 
     input: Text | None = None
     messages: Conversation | None = None
-    """A conversation; `input` may hold it as well."""
+    """A conversation whose last turn is the user's."""
     inputs: tuple[Input, ...] | None = Field(
         None, min_length=1, max_length=MAX_INPUTS, strict=False, fail_fast=True
     )
@@ -399,15 +399,12 @@ class Asked(Part):
     variables: Annotated[dict[str, str] | None, BeforeValidator(_variables)] = None
     stream: bool | None = None
 
-    @model_validator(mode="before")
+    @field_validator("input", mode="before")
     @classmethod
-    def _chat_as_input(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("input"), list) and data.get("messages") is None:
-            return {
-                **{key: value for key, value in data.items() if key != "input"},
-                "messages": data["input"],
-            }
-        return data
+    def _text_alone(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            raise ValueError("is one text; a conversation goes in `messages`, several inputs in `inputs`")
+        return value
 
     @model_validator(mode="after")
     def _one_input(self) -> Self:

@@ -251,6 +251,7 @@ class Delivery:
                 timing=(*before.timing, timing),
                 placement=(*before.placement, step_placement(timing.step_id, self._decision)),
                 exact=True,
+                stop=effect.stop,
             )
         )
 

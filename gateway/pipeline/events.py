@@ -96,6 +96,8 @@ class Finished:
     placement: tuple[StepPlacement, ...]
     exact: bool
     """Greedy text is the same as an undisturbed run's (always so when nothing was moved)."""
+    stop: str = ""
+    """The caller's stop string that ended the answer; "" for every other end."""
 
 
 @dataclass(frozen=True, slots=True)

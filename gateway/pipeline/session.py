@@ -122,6 +122,8 @@ class Finish(NamedTuple):
     """When the first token came; the end where none did."""
     figures: Done | None
     """None where a stop string ended the answer before the unit did."""
+    stop: str = ""
+    """The stop string that ended the answer."""
 
 
 class Fail(NamedTuple):
@@ -157,6 +159,7 @@ class Session:
         self._fresh: list[str] = []
         self._fresh_tokens = 0
         self._finish_reason = ""
+        self._stop = ""
         self._figures: Done | Failed | None = None
         self._figures_due_s = math.inf
         self._cancel_sent = False
@@ -289,10 +292,10 @@ class Session:
             self._fresh.append(text)
             self._fresh_tokens += coming
             return
-        text, tokens, stopped = self._stops.push(text, coming)
+        text, tokens, self._stop = self._stops.push(text, coming)
         self._fresh.append(text)
         self._fresh_tokens += tokens
-        if stopped:
+        if self._stop:
             self._figures_due_s = now_s + FIGURES_WAIT_S
             self._end_text(FinishReason.STOP, now_s)
 
@@ -366,7 +369,7 @@ class Session:
             self.phase = Phase.ENDED
             first_s = now_s if math.isnan(self._first_token_s) else self._first_token_s
             figures = self._figures if isinstance(self._figures, Done) else None
-            self._effects.append(Finish(self._finish_reason, self._usage(), first_s, figures))
+            self._effects.append(Finish(self._finish_reason, self._usage(), first_s, figures, self._stop))
 
     def _try_elsewhere(self, error: GridError, outcome: str, now_s: float) -> None:
         """Before anything was accepted: place again without this unit, or end with `error`."""

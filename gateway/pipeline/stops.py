@@ -18,8 +18,12 @@ class Released(NamedTuple):
     tokens: int
     """Tokens that begin with this text. A token counts once, with its first character; one that made no
     text counts as soon as everything before it was released."""
-    stopped: bool = False
-    """A stop string is complete; nothing is released after this."""
+    stop: str = ""
+    """The stop string that is complete; nothing is released after it."""
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stop)
 
 
 class StopFilter:
@@ -44,22 +48,23 @@ class StopFilter:
         self._held += text
         match = self._first_match()
         if match is not None:
-            return self._release(match, stopped=True)
+            start, stop = match
+            return self._release(start, stop)
         return self._release(len(self._held) - self._open_characters())
 
     def finish(self) -> Released:
         """Return all that is held: the sequence is over, so it begins no stop string."""
         return self._release(len(self._held))
 
-    def _first_match(self) -> int | None:
-        """Return where the match starts that is complete first."""
-        best: tuple[int, int] | None = None
+    def _first_match(self) -> tuple[int, str] | None:
+        """Return where the match starts that is complete first, and of which stop string."""
+        best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = self._held.find(stop)
             if start >= 0:
-                found = (start + len(stop), start)
+                found = (start + len(stop), start, stop)
                 best = found if best is None else min(best, found)
-        return None if best is None else best[1]
+        return None if best is None else best[1:]
 
     def _open_characters(self) -> int:
         """Return the length of the longest ending of the held text that begins a stop string."""
@@ -74,7 +79,7 @@ class StopFilter:
                 start = held.find(stop[0], start + 1)
         return longest
 
-    def _release(self, characters: int, *, stopped: bool = False) -> Released:
+    def _release(self, characters: int, stop: str = "") -> Released:
         text, self._held = self._held[:characters], self._held[characters:]
         tokens = 0
         left = characters
@@ -88,7 +93,7 @@ class StopFilter:
                 break
             left -= size
             self._parts.popleft()
-        if stopped:
+        if stop:
             self._held = ""
             self._parts.clear()
-        return Released(text, tokens, stopped)
+        return Released(text, tokens, stop)

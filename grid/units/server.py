@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from grid.engines.base import EmbeddingEngine, Engine, Running, Step
-from grid.errors import GridError, InternalError
 from grid.units import events as ev
+from grid.units.counting import Counting, as_grid_error
 from grid.units.outbox import Outbox
 from grid.units.unit import Unit
 from grid.wire.link import LinkServer, Peer
-from grid.wire.messages import Accepted, Cancel, Embed, Submit, WireMessage
+from grid.wire.messages import Accepted, Cancel, Count, Embed, Submit, WireMessage
 from grid.words import UnitLoad
 
 log = logging.getLogger(__name__)
@@ -50,6 +49,7 @@ class UnitServer:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._runs: dict[int, _Run] = {}
         self._encoding: set[int] = set()
+        self._counting = Counting(unit.card, engine, self._send_beside)
         self._timer: asyncio.TimerHandle | None = None
         self._effects: deque[ev.Effect] = deque()
         self._carrying_out = False
@@ -68,6 +68,7 @@ class UnitServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._counting.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -89,8 +90,7 @@ class UnitServer:
                 self._carry_out(self._effects.popleft())
         finally:
             self._carrying_out = False
-        if self._timer is None and not self._is_quiet:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._keep_time()
 
     # --- the link's handler -----------------------------------------------------------------
 
@@ -104,6 +104,8 @@ class UnitServer:
             self.apply(ev.CancelAsked(peer.link_id, message.stream))
         elif isinstance(message, Embed):
             self.apply(ev.EmbedAsked(peer.link_id, message))
+        elif isinstance(message, Count):
+            self._counting.asked(peer.link_id, message)
         else:
             log.warning("a unit takes no %s; ignored (from %s)", type(message).__name__, peer.peer_id)
 
@@ -147,6 +149,11 @@ class UnitServer:
         if outbox.is_full:
             self._drop(link_id, "saturated", "the peer does not read what it asked for")
 
+    def _send_beside(self, link_id: int, message: WireMessage) -> None:
+        """Send what no event of the unit asked for."""
+        self._send(link_id, message)
+        self._keep_time()
+
     def _drop(self, link_id: int, code: str, text: str) -> None:
         """Close a connection; its streams end when the link reports it gone."""
         peer = self._peers.get(link_id)
@@ -167,7 +174,7 @@ class UnitServer:
         if self._tasks.get(job) is task:
             del self._tasks[job]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.apply(ev.Broke(job, self._as_grid_error(error)))
+            self.apply(ev.Broke(job, as_grid_error(self.unit.card.unit_id, error)))
         if releases:
             self.apply(ev.Released(job))
 
@@ -196,7 +203,7 @@ class UnitServer:
     def _released(self, run: _Run, error: BaseException | None) -> None:
         del self._runs[run.job]
         if error is not None:
-            self.apply(ev.Broke(run.job, self._as_grid_error(error)))
+            self.apply(ev.Broke(run.job, as_grid_error(self.unit.card.unit_id, error)))
         self.apply(ev.Released(run.job))
 
     async def _encode(self, effect: ev.Encode) -> None:
@@ -209,18 +216,15 @@ class UnitServer:
         data = rows.astype("<f4", copy=False).tobytes()
         self.apply(ev.Encoded(effect.job, int(rows.shape[1]), data, input_tokens))
 
-    def _as_grid_error(self, error: BaseException) -> GridError:
-        if isinstance(error, GridError):
-            return error
-        where = "".join(traceback.format_tb(error.__traceback__))  # not the message: it could quote a prompt
-        log.error("the engine of %s raised %s\n%s", self.unit.card.unit_id, type(error).__name__, where)
-        return InternalError(f"the engine raised {type(error).__name__}")
-
     # --- time -------------------------------------------------------------------------------
 
     @property
     def _is_quiet(self) -> bool:
         return self.unit.is_idle and not self._outboxes
+
+    def _keep_time(self) -> None:
+        if self._timer is None and not self._is_quiet:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -248,7 +252,7 @@ class _Run:
             self._server.apply(ev.Stepped(self.job, step))
         except Exception as error:
             # A bug; it costs this stream, not the engine's loop and with it all others.
-            self._server.apply(ev.Broke(self.job, self._server._as_grid_error(error)))
+            self._server.apply(ev.Broke(self.job, as_grid_error(self._server.unit.card.unit_id, error)))
             self.cancel()
 
     def released(self, error: BaseException | None) -> None:

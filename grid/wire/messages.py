@@ -234,6 +234,27 @@ class Cancel(NamedTuple):
     attempt: int = 0
 
 
+class Count(NamedTuple):
+    """A gateway asks how many tokens a prompt has, as `Submit` would make it. Nothing is admitted, nothing
+    runs. Answered by `Counted` or `Refused`."""
+
+    stream: int
+    request_id: str
+    model: str
+    messages: tuple[Message, ...]
+    documents: tuple[str, ...] = ()
+    """Retrieved texts, best first; as many count as the context leaves room for."""
+    max_output_tokens: int = 0
+    """Room that is kept for the answer."""
+    traceparent: str = ""
+
+
+class Counted(NamedTuple):
+    stream: int
+    prompt_tokens: int
+    documents_used: int = 0
+
+
 # --- embeddings -----------------------------------------------------------------------------
 
 
@@ -297,6 +318,8 @@ WireMessage = (
     | Done
     | Failed
     | Cancel
+    | Count
+    | Counted
     | Embed
     | Vectors
     | StoreCall
@@ -326,6 +349,8 @@ KINDS: dict[int, type[WireMessage]] = {
     25: Done,
     26: Failed,
     27: Cancel,
+    28: Count,
+    29: Counted,
     30: Embed,
     31: Vectors,
     40: StoreCall,

@@ -128,7 +128,7 @@ async def broken(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> N
     if answer.status_code == 200:
         name, data = answer.text.rstrip("\n").split("\n\n")[-1].split("\n")
         assert name == "event: error", answer.text
-        truth.saw("failed", json.loads(data.removeprefix("data: "))["error"]["usage"])
+        truth.saw("failed", json.loads(data.removeprefix("data: "))["error"]["details"]["usage"])
     else:
         assert answer.status_code == 503
         # One that was accepted, but had no text yet, says what it took.

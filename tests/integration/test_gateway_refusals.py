@@ -140,9 +140,9 @@ async def test_a_prompt_that_does_not_fit_is_refused_with_the_counts(
         answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"input": LONG})
     error = answer.json()["error"]
     assert error["code"] == "context_overflow"
-    assert error["context_tokens"] == 4096
-    assert error["max_output_tokens"] == 4000
-    assert error["prompt_tokens"] > 4096
+    assert error["details"]["context_tokens"] == 4096
+    assert error["details"]["max_output_tokens"] == 4000
+    assert error["details"]["prompt_tokens"] > 4096
 
 
 @pytest.mark.parametrize("path", ["/v1/pipelines", CHAT, "/v1/models", "/v1/units"])

@@ -81,4 +81,4 @@ def test_characters_that_mean_something_in_a_pattern_are_plain_text() -> None:
     filter_ = StopFilter(["]", "^x", "\\d", "-"])
     assert filter_.push("a5^", 1) == Released("a5", 1)
     assert filter_.push("y\\", 1) == Released("^y", 1)
-    assert filter_.push("d after", 1) == Released("", 0, stopped=True)
+    assert filter_.push("d after", 1) == Released("", 0, "\\d")

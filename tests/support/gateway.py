@@ -57,5 +57,5 @@ def sse(*events: tuple[str, dict[str, Any]]) -> bytes:
 def refusal(status: int, code: str, headers: dict[str, str] | None = None, **details: Any) -> httpx.Response:
     envelope = {"type": "x", "code": code, "message": f"it is {code}", "param": None, "retryable": True}
     return httpx.Response(
-        status, json={"error": {**envelope, **details}, "request_id": "req_9"}, headers=headers
+        status, json={"error": {**envelope, "details": details}, "request_id": "req_9"}, headers=headers
     )

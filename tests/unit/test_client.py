@@ -197,8 +197,7 @@ def test_error_details_come_along_and_never_clash_with_fixed_fields() -> None:
         "code": "context_overflow",
         "message": "m",
         "param": "input",
-        "prompt_tokens": 9,
-        "retry_after_s": 1,
+        "details": {"prompt_tokens": 9, "status": "x"},
     }
     error = error_of(400, {"error": envelope, "request_id": "req_2"})
     assert (error.code, error.param) == ("context_overflow", "input")

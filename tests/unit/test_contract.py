@@ -192,6 +192,7 @@ def test_contracts_are_frozen() -> None:
         ({}, "input", "missing"),
         ({"input": ""}, "input", "at least 1 character"),
         ({"input": 5}, "input", "text; got 5"),
+        ({"input": [{"role": "user", "content": "b"}]}, "input", "goes in `messages`"),
         ({"inputs": []}, "inputs", "at least 1 item"),
         ({"inputs": "a"}, "inputs", "a list; got text"),
         ({"inputs": ["a", ""]}, "inputs[1]", "at least 1 character"),
@@ -219,13 +220,6 @@ def test_a_wrong_call_is_told_by_its_field(body: dict[str, Any], param: str, tol
     error = refused(body, Invocation)
     assert error.param == param
     assert told in error.message
-
-
-def test_input_may_hold_a_conversation() -> None:
-    turns = [{"role": "user", "content": "Hi"}]
-    assert parse(Invocation, json.dumps({"input": turns}).encode()) == parse(
-        Invocation, json.dumps({"messages": turns}).encode()
-    )
 
 
 def test_each_input_is_a_call_of_its_own() -> None:

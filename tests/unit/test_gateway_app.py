@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,8 @@ import pytest
 from gateway.http import exchange
 from gateway.http.app import INVOKE_ROUTE, GatewayApp
 from gateway.http.exchange import SERVER_CANCELS
-from gateway.http.shapes import ErrorEnvelope
+from gateway.http.shapes import AnthropicErrorEnvelope, ErrorEnvelope, MessageAnswer
+from gateway.http.versions import CURRENT, FIRST, VERSIONS
 from gateway.observe.story import Outcome, Story
 from gateway.pipeline.contract import Contract
 from gateway.pipeline.events import Chunk, Finished, RunEvent, RunFailed, Started
@@ -25,13 +27,25 @@ from gateway.pipeline.plan import Plan
 from gateway.records import PipelineRecord, PipelineStatus, Tenant
 from gateway.services import Services
 from grid.config import Config
-from grid.errors import GridError, InternalError, NotFound, Saturated, Unauthorised, UnitLost
+from grid.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    GridError,
+    InternalError,
+    NoEligibleUnit,
+    NotFound,
+    Saturated,
+    TooLarge,
+    Unauthorised,
+    UnitLost,
+)
 from grid.words import Usage
 
 STARTED = Started("req_x", "pl-1", 1, "m", ("generation-1",), (), 3, 0, "local")
 CHUNK = Chunk(0, "hel", 1)
 FINISHED = Finished("stop", Usage(3, 0, 1, 0.1), 1.0, 2.0, (), (), True)
-INVOKE, CHAT = "/v1/pipelines/pl-1/invoke", "/v1/chat/completions"
+INVOKE, CHAT, MESSAGES = "/v1/pipelines/pl-1/invoke", "/v1/chat/completions", "/v1/messages"
 CONTRACT = {"pipeline": {"steps": [{"type": "generation", "model": "sim"}]}}
 CONFIG = Config.model_validate(
     {"models": [{"name": "sim", "engine": "simulated"}], "gateway": {"max_streams_per_replica": 1}}
@@ -146,8 +160,9 @@ async def ask(
 
 
 def body_of(path: str, stream: bool) -> dict[str, Any]:
-    if path == CHAT:
-        return {"model": "sim", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+    if path in (CHAT, MESSAGES):
+        body = {"model": "sim", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+        return body if path == CHAT else {**body, "max_tokens": 9}
     return {"input": "x", "stream": stream}
 
 
@@ -177,8 +192,8 @@ async def test_a_failure_in_mid_stream_is_an_error_event_with_what_there_was() -
     assert last.startswith("event: error\n")
     error = json.loads(last.split("data: ")[1])
     ErrorEnvelope.model_validate(error)
-    assert error["error"]["output"] == "hel"
-    assert error["error"]["usage"]["output_tokens"] == 1
+    assert error["error"]["details"]["output"] == "hel"
+    assert error["error"]["details"]["usage"]["output_tokens"] == 1
     assert error["request_id"] == answer.headers["x-request-id"]
     assert "event: done" not in answer.text
 
@@ -195,7 +210,59 @@ async def test_a_failed_whole_answer_tells_what_was_made() -> None:
     script: Script = [STARTED, CHUNK, RunFailed(UnitLost("gone"), Usage(3, 0, 1, 0.1), "hel")]
     answer, _ = await ask(script, INVOKE, body_of(INVOKE, False))
     assert answer.status_code == 503
-    assert answer.json()["error"]["output"] == "hel"
+    assert answer.json()["error"]["details"]["output"] == "hel"
+
+
+async def test_a_failure_in_mid_message_is_that_apis_error_event() -> None:
+    script: Script = [STARTED, CHUNK, RunFailed(UnitLost("gone"), Usage(3, 0, 1, 0.1), "hel")]
+    answer, _ = await ask(script, MESSAGES, body_of(MESSAGES, True))
+    assert answer.status_code == 200
+    last = answer.text.rstrip("\n").split("\n\n")[-1]
+    assert last.startswith("event: error\n")
+    told = AnthropicErrorEnvelope.model_validate_json(last.split("data: ")[1])
+    assert (told.error.type, told.request_id) == ("overloaded_error", answer.headers["x-request-id"])
+    assert "message_stop" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (Saturated("full", retry_after_s=2), 529, "overloaded_error"),
+        (NoEligibleUnit("none"), 529, "overloaded_error"),
+        (UnitLost("gone"), 529, "overloaded_error"),
+        (DeadlineExceeded("late"), 504, "timeout_error"),
+        (Forbidden("no"), 403, "permission_error"),
+        (InternalError("bug"), 500, "api_error"),
+        (TooLarge("big"), 413, "request_too_large"),
+        (Conflict("twice"), 409, "invalid_request_error"),
+    ],
+)
+async def test_messages_are_refused_in_that_apis_words(error: GridError, status: int, kind: str) -> None:
+    answer, _ = await ask([error], MESSAGES, body_of(MESSAGES, True))
+    told = AnthropicErrorEnvelope.model_validate(answer.json())
+    assert (answer.status_code, told.type, told.error.type) == (status, "error", kind)
+    assert answer.headers["request-id"] == told.request_id
+    assert answer.headers.get("retry-after") == ("2" if error.retry_after_s else None)
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason", "sequence"),
+    [
+        (FINISHED, "end_turn", None),
+        (replace(FINISHED, finish_reason="length"), "max_tokens", None),
+        (replace(FINISHED, stop="##"), "stop_sequence", "##"),
+    ],
+)
+async def test_why_a_message_ended(finish: Finished, reason: str, sequence: str | None) -> None:
+    whole, _ = await ask([STARTED, CHUNK, finish], MESSAGES, body_of(MESSAGES, False))
+    message = MessageAnswer.model_validate(whole.json())
+    assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
+    streamed, _ = await ask([STARTED, CHUNK, finish], MESSAGES, body_of(MESSAGES, True))
+    [delta] = [line for line in streamed.text.split("\n") if line.startswith('data: {"type":"message_delta"')]
+    assert json.loads(delta.removeprefix("data: "))["delta"] == {
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+    }
 
 
 async def test_a_finished_chat_ends_with_done() -> None:
@@ -409,16 +476,56 @@ async def test_one_residency_is_taken() -> None:
 
 @pytest.mark.parametrize("name", ["grid-version", "anthropic-version"])
 async def test_only_served_versions_are_taken(name: str) -> None:
-    for headers in ([], [(name, "2024-06-15")]):
-        answer = await asked_with(*headers)
+    for asked in VERSIONS:
+        answer = await asked_with((name, asked))
         assert answer.status_code == 200
-        assert answer.headers["grid-version-served"] == "2024-06-15"
+        assert answer.headers["grid-version-served"] == asked
+        assert ("deprecation" in answer.headers) == (asked != CURRENT)
     answer = await asked_with((name, "2031-01-01"))
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_request", name)
-    assert "2024-06-15" in error["message"]
-    assert answer.headers["grid-version-served"] == "2024-06-15"
+    assert error["details"]["supported"] == list(VERSIONS)
+    assert answer.headers["grid-version-served"] == CURRENT
+
+
+async def test_without_a_version_the_current_one_is_served() -> None:
+    answer = await asked_with()
+    assert answer.headers["grid-version-served"] == CURRENT
+    assert "deprecation" not in answer.headers
+
+
+async def in_version(version: str, script: Script, path: str, body: dict[str, Any]) -> httpx.Response:
+    async with app_of(services(ScriptedRunner(script))) as app:
+        headers = {"x-api-key": "zg-good", "grid-version": version}
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x", headers=headers
+        ) as client:
+            return await client.post(path, json=body)
+
+
+async def test_a_conversation_as_input_is_the_first_versions() -> None:
+    body = {"input": [{"role": "user", "content": "hello"}], "stream": False}
+    old = await in_version(FIRST, [STARTED, CHUNK, FINISHED], INVOKE, body)
+    assert old.status_code == 200, old.text
+    new = await in_version(CURRENT, [STARTED, CHUNK, FINISHED], INVOKE, body)
+    assert (new.status_code, new.json()["error"]["param"]) == (400, "input")
+    assert "`messages`" in new.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_first_version_has_details_beside_the_fixed_fields(stream: bool) -> None:
+    script: Script = [STARTED, CHUNK, RunFailed(UnitLost("gone"), Usage(3, 0, 1, 0.1), "hel")]
+    answer = await in_version(FIRST, script, INVOKE, body_of(INVOKE, stream))
+    told = json.loads(answer.text.rstrip("\n").split("data: ")[-1]) if stream else answer.json()
+    assert told["error"]["output"] == "hel"
+    assert told["error"]["code"] == "unit_lost"
+    assert "details" not in told["error"]
+
+
+async def test_compatible_routes_look_the_same_in_every_version() -> None:
+    answers = [await in_version(version, [NotFound("x")], CHAT, {"model": "sim"}) for version in VERSIONS]
+    assert answers[0].json() == answers[1].json()
 
 
 @pytest.mark.parametrize("server_cancels", [True, False])

@@ -69,10 +69,10 @@ def test_a_late_body_is_the_callers_and_may_come_again() -> None:
     assert dict(error_headers(error))[b"connection"] == b"close"
 
 
-def test_details_stand_beside_the_fixed_fields_and_never_hide_them() -> None:
+def test_details_stand_by_themselves_and_hide_no_field() -> None:
     error = ContextOverflow("too long", param="input", prompt_tokens=9, type="x", retryable=True)
     shown = envelope(error, "req_1")
-    assert shown["error"]["prompt_tokens"] == 9
+    assert shown["error"]["details"]["prompt_tokens"] == 9
     assert shown["error"]["type"] == "invalid_request_error"
     assert shown["error"]["retryable"] is False
     assert shown["request_id"] == "req_1"

@@ -9,12 +9,13 @@ import pytest
 
 from grid.engines.base import EngineLoad, Prepared, Sink, Step
 from grid.errors import InvalidRequest, UnitLost
+from grid.units import counting
 from grid.units import events as ev
 from grid.units import outbox as held
 from grid.units.server import UnitServer
 from grid.units.unit import Unit
 from grid.wire.link import Peer
-from grid.wire.messages import Cancel, Done, Failed, Refused, Submit, Tokens, WireMessage
+from grid.wire.messages import Cancel, Count, Counted, Done, Failed, Refused, Submit, Tokens, WireMessage
 from grid.words import Message, Sampling, Task, UnitCard
 
 
@@ -142,6 +143,57 @@ async def test_a_peer_that_never_reads_is_closed_and_its_slot_freed(monkeypatch:
     await stage.settle()
     assert stage.engine.cancelled == ["a"]
     assert stage.server.unit.is_idle
+
+
+def count(stream: int, text: str = "hi", model: str = "m") -> Count:
+    return Count(stream, "req_1", model, (Message("user", text),))
+
+
+async def test_a_prompt_is_counted_beside_admission() -> None:
+    stage = Stage()
+    peer = stage.peer(1)
+    stage.submit(peer, 1, "a")
+    stage.server.received(cast(Peer, peer), count(2))
+    await stage.settle()
+    assert Counted(2, 1) in peer.sent
+    assert stage.server.unit.in_engine == 1, "the count took no slot"
+    stage.server.received(cast(Peer, peer), count(3, model="other"))
+    stage.server.received(cast(Peer, peer), count(4, text="explode, secret"))
+    await stage.settle()
+    wrong, broken = peer.sent[-2:]
+    assert isinstance(wrong, Refused)
+    assert (wrong.stream, wrong.param) == (3, "model")
+    assert isinstance(broken, Refused)
+    assert (broken.code, broken.message) == ("internal_error", "the engine raised RuntimeError")
+    await stage.server.close()
+
+
+async def test_counts_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "MAX_COUNTS", 1)
+    stage = Stage()
+    peer = stage.peer(1)
+    stage.server.received(cast(Peer, peer), count(1))
+    stage.server.received(cast(Peer, peer), count(2))
+    await stage.settle()
+    refused, counted = peer.sent
+    assert isinstance(refused, Refused)
+    assert (refused.stream, refused.code) == (2, "saturated")
+    assert counted == Counted(1, 1)
+    await stage.server.close()
+
+
+async def test_a_count_for_a_peer_that_does_not_read_waits_with_the_rest() -> None:
+    stage = Stage()
+    peer = stage.peer(1)
+    peer.is_paused = True
+    stage.server.received(cast(Peer, peer), count(1))
+    await stage.settle()
+    assert peer.sent == []
+    assert stage.server._timer is not None, "somebody looks again when the peer reads"
+    peer.is_paused = False
+    stage.server._tick()
+    assert peer.sent == [Counted(1, 1)]
+    await stage.server.close()
 
 
 async def test_cancel_reaches_the_engine_and_frees_the_slot() -> None:
