@@ -28,20 +28,22 @@ _DTYPES: dict[str, Any] = {
     "max_running": np.int64,
     "capacity": np.int64,
     "prefill_ms_per_token": np.float64,
-    "decode_ms_per_token": np.float64,
-    "batch_growth": np.float64,
+    "step_ms": np.float64,
+    "step_ms_per_request": np.float64,
     "state": np.int64,
     "drained": np.bool_,
     "suspect_until_s": np.float64,
     "sampled_s": np.float64,
     "reported": np.int64,
-    "prefill_tokens_queued": np.int64,
     "kv_tokens_free": np.int64,
     "kv_tokens_total": np.int64,
     "released": np.int64,
     "unseen": np.int64,
     "unseen_prompt_tokens": np.int64,
     "unseen_kv_tokens": np.int64,
+    "load": np.int64,
+    "tokens_ahead": np.int64,
+    "kv_tokens_spare": np.int64,
 }
 
 
@@ -61,10 +63,10 @@ class Columns:
     capacity: Ints
     """Running and waiting together."""
     prefill_ms_per_token: Floats
-    decode_ms_per_token: Floats
-    """One decode step of a lone request."""
-    batch_growth: Floats
-    """By what share of a lone request's step each further request lengthens it."""
+    step_ms: Floats
+    """What a decode step takes whatever its batch."""
+    step_ms_per_request: Floats
+    """What each request of the batch adds to it."""
     # What may change.
     state: Ints
     drained: Mask
@@ -74,7 +76,6 @@ class Columns:
     """Observed time of the newest sample; -inf before the first."""
     reported: Ints
     """Requests that the newest sample holds."""
-    prefill_tokens_queued: Ints
     kv_tokens_free: Ints
     kv_tokens_total: Ints
     """0 where the engine keeps no KV cache or doesn't say."""
@@ -84,6 +85,13 @@ class Columns:
     """Reservations that the newest sample does not hold."""
     unseen_prompt_tokens: Ints
     unseen_kv_tokens: Ints
+    # Sums of these, kept rather than computed: a decision reads all rows, an event changes one.
+    load: Ints
+    """Requests on each unit: reported, less those settled since, plus those not seen yet."""
+    tokens_ahead: Ints
+    """Prompt tokens to compute before another's: queued, and not seen yet."""
+    kv_tokens_spare: Ints
+    """What may come before memory gets short: free, less `cost.kv_tokens_kept` and those not seen yet."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -91,12 +99,6 @@ class Columns:
             name: np.zeros(FIRST_CAPACITY, dtype) for name, dtype in _DTYPES.items()
         }
         self._show()
-
-    @property
-    def load(self) -> Ints:
-        """Requests on each unit: reported, less those settled since, plus those not seen yet."""
-        load: Ints = self.reported - self.released + self.unseen
-        return load
 
     def append(self) -> int:
         """Add a zeroed row and return its number."""

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grid.words import PlacementRequest, UnitCard
+from grid.words import PlacementRequest, UnitCard, UnitLoad
 from placement.columns import Columns, Floats, Ints
+from placement.reports import MAX_COUNT
 
 ROUND_TRIP_MS = 0.3
 """Submit and first frame between two processes of one cell, measured on loopback."""
@@ -50,13 +51,12 @@ def prefill_ms_per_token(card: UnitCard) -> float:
     return min(1e3 / rate, MAX_MS_PER_TOKEN)
 
 
-def decode_ms_per_token(card: UnitCard) -> float:
-    step_ms = card.decode_ms_per_token if card.decode_ms_per_token > 0 else DEFAULT_DECODE_MS_PER_TOKEN
-    return min(step_ms, MAX_MS_PER_TOKEN)
-
-
-def batch_growth(card: UnitCard) -> float:
-    return GPU_BATCH_GROWTH if card.gpus > 0 else CPU_BATCH_GROWTH
+def step_ms(card: UnitCard) -> tuple[float, float]:
+    """Return what a decode step takes whatever its batch, and what each request of it adds."""
+    lone_ms = card.decode_ms_per_token if card.decode_ms_per_token > 0 else DEFAULT_DECODE_MS_PER_TOKEN
+    lone_ms = min(lone_ms, MAX_MS_PER_TOKEN)
+    growth_ms = lone_ms * (GPU_BATCH_GROWTH if card.gpus > 0 else CPU_BATCH_GROWTH)
+    return lone_ms - growth_ms, growth_ms
 
 
 def expected_output_tokens(request: PlacementRequest) -> int:
@@ -68,34 +68,44 @@ def expected_kv_tokens(request: PlacementRequest) -> int:
     return request.prompt_tokens + expected_output_tokens(request)
 
 
+def kv_tokens_kept(load: UnitLoad) -> int:
+    """Return how much KV memory a unit should keep free; an engine that has none is never short of it."""
+    return int(load.kv_tokens_total * PRESSURE_FROM_FREE_SHARE) if load.kv_tokens_total else -MAX_COUNT
+
+
 class Costs(NamedTuple):
     """One array a part, one entry a row that was asked for."""
 
-    network_ms: Floats
+    network_ms: float
+    """The same for all."""
     queue_ms: Floats
     prefill_ms: Floats
     decode_ms: Floats
-    pressure_ms: Floats
+    pressure_ms: Floats | None
+    """None while no unit is short of memory."""
     batch: Ints
     """Requests that share a step once ours has a slot, ours among them."""
+    total_ms: Floats
 
-    def step_share_ms(self, index: int) -> float:
-        """Return the request's share of its unit's step time, which units split evenly over a batch."""
-        share: float = (self.prefill_ms.item(index) + self.decode_ms.item(index)) / self.batch.item(index)
-        return share
-
-    @property
-    def total_ms(self) -> Floats:
-        """Asserts that every part is finite and none negative."""
-        total: Floats = self.network_ms + self.queue_ms + self.prefill_ms + self.decode_ms + self.pressure_ms
-        # Of numbers that are not negative the sum is finite only if all are; a NaN fails both tests.
-        assert np.minimum.reduce(total) >= 0.0, "a cost is negative or not a number"
-        assert math.isfinite(np.add.reduce(total)), "a cost is not a finite number"
-        return total
+    def parts_ms(self, index: int) -> tuple[float, float, float, float, float]:
+        """Return network, queue, prefill, decode and pressure of one entry."""
+        pressure_ms = 0.0 if self.pressure_ms is None else self.pressure_ms.item(index)
+        return (
+            self.network_ms,
+            self.queue_ms.item(index),
+            self.prefill_ms.item(index),
+            self.decode_ms.item(index),
+            pressure_ms,
+        )
 
 
 def predict(request: PlacementRequest, columns: Columns, rows: Ints) -> Costs:
-    """Return the predicted costs of `request` on the units at `rows` (ascending, one or more)."""
+    """Return the predicted costs of `request` on the units at `rows` (ascending, one or more).
+
+    Asserts that every part is finite and none negative. What is rare (no free slot, no free memory) is
+    worked out only when some unit has it: on a small fleet a decision's time is the count of its array
+    operations.
+    """
     output_tokens, kv_tokens = expected_output_tokens(request), expected_kv_tokens(request)
     # All rows are looked at in place; only a part of them must be copied out.
     at = slice(None) if len(rows) == columns.size else rows
@@ -104,33 +114,39 @@ def predict(request: PlacementRequest, columns: Columns, rows: Ints) -> Costs:
     max_running = columns.max_running[at]
 
     batch = np.minimum(load_with_us, max_running)
-    step_ms = columns.decode_ms_per_token[at] * (_ONE + columns.batch_growth[at] * (batch - _ONE))
-    decode_ms = output_tokens * step_ms
-
-    # With all slots taken, one frees each time a request ends: `max_running` of them end per decode_ms.
-    must_end_first = load_with_us - batch
-    slot_wait_ms = must_end_first * decode_ms / max_running
-    tokens_ahead = columns.prefill_tokens_queued[at] + columns.unseen_prompt_tokens[at]
-    queue_ms = tokens_ahead * prefill_ms_per_token + slot_wait_ms
-
-    kv_total = columns.kv_tokens_total[at]
-    kv_left = columns.kv_tokens_free[at] - columns.unseen_kv_tokens[at] - kv_tokens
-    free_share = kv_left / np.maximum(kv_total, _ONE)
-    pressure_ms = np.zeros(len(rows))
-    if np.minimum.reduce(free_share) < PRESSURE_FROM_FREE_SHARE:
-        squeeze = np.minimum(np.maximum(1.0 - free_share / PRESSURE_FROM_FREE_SHARE, 0.0), 1.0)
-        eviction = squeeze * (kv_total > 0)
-        pressure_ms = eviction * kv_tokens * prefill_ms_per_token
-
-    network_ms = np.empty(len(rows))
-    network_ms.fill(ROUND_TRIP_MS)
+    decode_ms = output_tokens * (columns.step_ms[at] + columns.step_ms_per_request[at] * batch)
     prefill_ms = request.prompt_tokens * prefill_ms_per_token
-    return Costs(network_ms, queue_ms, prefill_ms, decode_ms, pressure_ms, batch)
+
+    queue_ms = columns.tokens_ahead[at] * prefill_ms_per_token
+    must_end_first = load_with_us - batch
+    if np.count_nonzero(must_end_first):
+        # With all slots taken, one frees each time a request ends: `max_running` of them end per decode_ms.
+        queue_ms += must_end_first * decode_ms / max_running
+
+    total_ms = queue_ms + prefill_ms
+    total_ms += decode_ms
+    total_ms += ROUND_TRIP_MS
+    pressure_ms = _pressure_ms(columns, at, kv_tokens)
+    if pressure_ms is not None:
+        total_ms += pressure_ms
+    # Of numbers that are not negative the sum is finite only if all are; a NaN fails both tests.
+    assert np.minimum.reduce(total_ms) >= 0.0, "a cost is negative or not a number"
+    assert math.isfinite(np.add.reduce(total_ms)), "a cost is not a finite number"
+    return Costs(ROUND_TRIP_MS, queue_ms, prefill_ms, decode_ms, pressure_ms, batch, total_ms)
+
+
+def _pressure_ms(columns: Columns, at: slice | Ints, kv_tokens: int) -> Floats | None:
+    """Return what running out of KV memory costs: the chance of an eviction times the work to do again."""
+    if np.minimum.reduce(columns.kv_tokens_spare) >= kv_tokens:
+        return None
+    short_by = kv_tokens - columns.kv_tokens_spare[at]
+    kept = np.maximum(columns.kv_tokens_total[at] * PRESSURE_FROM_FREE_SHARE, 1.0)
+    pressure_ms: Floats = np.clip(short_by / kept, 0.0, 1.0) * kv_tokens * columns.prefill_ms_per_token[at]
+    return pressure_ms
 
 
 def slot_wait_ms(columns: Columns, rows: Ints) -> float:
     """Return after how many milliseconds the first of the full units at `rows` should free a slot."""
     max_running = columns.max_running[rows]
-    growth = 1.0 + columns.batch_growth[rows] * (max_running - 1)
-    per_request_ms = EXPECTED_OUTPUT_TOKENS * columns.decode_ms_per_token[rows] * growth
-    return float((per_request_ms / max_running).min())
+    step_ms = columns.step_ms[rows] + columns.step_ms_per_request[rows] * max_running
+    return float((EXPECTED_OUTPUT_TOKENS * step_ms / max_running).min())

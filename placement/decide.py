@@ -27,6 +27,9 @@ MAX_LISTED = 500
 """Candidates, and rejections, of one explained decision, the best of each: beyond it people search, not read.
 Listing that many of both takes about 5 ms, in which nobody else is placed, and 140 KB on the link."""
 
+FEW = 2 * NEXT_BEST
+"""Up to so many, finding the least again and again is quicker than putting all in order."""
+
 MAX_REASONS = 8
 """Sentences in an error that people read."""
 
@@ -82,16 +85,18 @@ def _keys(question: Question, rows: Ints, costs: cost.Costs) -> Floats:
     if not preferred:
         return total_ms
     tiers = view.remembered(("tiers", preferred), lambda: _region_tiers(view, preferred))
-    waits = costs.network_ms + costs.queue_ms > view.rules.prefer_region_wait_ms
     tier = tiers[rows]
-    tier[waits] = len(preferred) + 1
-    key: Floats = total_ms + tier * (np.maximum.reduce(total_ms) + 1.0)
-    return key
+    longest_ms = view.rules.prefer_region_wait_ms - costs.network_ms
+    if np.maximum.reduce(costs.queue_ms) > longest_ms:
+        tier[costs.queue_ms > longest_ms] = len(preferred) + 1
+    tier *= np.maximum.reduce(total_ms) + 1.0
+    tier += total_ms
+    return tier
 
 
-def _region_tiers(view: View, preferred: tuple[str, ...]) -> Ints:
+def _region_tiers(view: View, preferred: tuple[str, ...]) -> Floats:
     """Return every unit's place in `preferred`, the earliest of a region that is named twice."""
-    tier = np.full(view.columns.size, len(preferred), np.int64)
+    tier = np.full(view.columns.size, float(len(preferred)))
     for index in reversed(range(len(preferred))):
         tier[view.columns.region == view.regions.number(preferred[index])] = index
     return tier
@@ -100,33 +105,43 @@ def _region_tiers(view: View, preferred: tuple[str, ...]) -> Ints:
 def _best_first(key: Floats, count: int, rng: random.Random) -> list[int]:
     """Return up to `count` indices into `key`, lowest first: the pick, then the next best."""
     ties = (key <= np.minimum.reduce(key) + TIE_MS).nonzero()[0]
-    pick = ties.item(rng.randrange(len(ties)))
-    # As many as there will be after the pick, and one more, because the pick may be among them.
-    some = key.argpartition(count - 1)[:count] if len(key) > count else np.arange(len(key))
-    shortlist = some.tolist()
-    shortlist.sort(key=key.item)
-    return [pick, *(index for index in shortlist if index != pick)][:count]
+    pick = ties.item(int(rng.random() * len(ties)))
+    left = min(count, len(key)) - 1
+    key = key.copy()
+    key[pick] = np.inf
+    if left > FEW:
+        shortlist = key.argpartition(left - 1)[:left].tolist()
+        return [pick, *sorted(shortlist, key=key.item)]
+    best = [pick]
+    for _ in range(left):
+        index = int(key.argmin())
+        best.append(index)
+        key[index] = np.inf
+    return best
 
 
 def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate:
     card = view.units[row].card
+    network_ms, queue_ms, prefill_ms, decode_ms, pressure_ms = costs.parts_ms(index)
+    # Units split a step's time evenly over its batch.
+    share_ms = (prefill_ms + decode_ms) / costs.batch.item(index)
     return Candidate(
-        unit_id=card.unit_id,
-        incarnation=card.incarnation,
-        host=card.host,
-        port=card.port,
-        region=card.region,
-        model=card.model,
-        precision=card.precision,
-        gpu_type=card.gpu_type,
-        simulated=card.simulated,
-        network_ms=costs.network_ms.item(index),
-        queue_ms=costs.queue_ms.item(index),
-        prefill_ms=costs.prefill_ms.item(index),
-        decode_ms=costs.decode_ms.item(index),
-        pressure_ms=costs.pressure_ms.item(index),
-        cu_factor=card.cu_factor,
-        cu_seconds=costs.step_share_ms(index) * card.cu_factor / 1e3,
+        card.unit_id,
+        card.incarnation,
+        card.host,
+        card.port,
+        card.region,
+        card.model,
+        card.precision,
+        card.gpu_type,
+        card.simulated,
+        network_ms,
+        queue_ms,
+        prefill_ms,
+        decode_ms,
+        pressure_ms,
+        card.cu_factor,
+        share_ms * card.cu_factor / 1e3,
     )
 
 

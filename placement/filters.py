@@ -76,7 +76,7 @@ class Question:
 class Rule:
     summary: str
     passes: Callable[[Question], Mask | None]
-    """Which units pass, shape (units,); None when the request doesn't ask."""
+    """Which units pass, shape (units,); None when all do, as when the request doesn't ask."""
     explain: Callable[[Question, int], str]
     """Why the unit at a row does not pass: the numbers, and what would have to change."""
     lasting: bool = False
@@ -223,7 +223,7 @@ def _draining_detail(q: Question, row: int) -> str:
     return "is draining: it finishes what it runs and takes nothing new"
 
 
-def _healthy(q: Question) -> Mask:
+def _healthy(q: Question) -> Mask | None:
     return q.view.healthy(q.now_s)
 
 
@@ -232,7 +232,7 @@ def _healthy_detail(q: Question, row: int) -> str:
     return f"failed {failures} requests in a row and is left alone for {left_s:.1f} s more"
 
 
-def _fresh(q: Question) -> Mask:
+def _fresh(q: Question) -> Mask | None:
     return q.fresh
 
 

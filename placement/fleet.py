@@ -87,6 +87,11 @@ class View:
         self._drained: set[str] = set()
         self._clock = freshness.ObservedClock(now_s)
         self._remembered: dict[Hashable, Any] = {}
+        # Bounds over all units, so that the usual question, whether all are fine, is one comparison.
+        self._sampled_since_s = np.inf
+        """No newest sample is older than this."""
+        self._suspect_until_s = -np.inf
+        """No unit is suspect for longer than this."""
 
     # --- membership -------------------------------------------------------------------------
 
@@ -148,17 +153,16 @@ class View:
         columns.max_running[row] = card.max_running
         columns.capacity[row] = card.max_running + card.max_waiting
         columns.prefill_ms_per_token[row] = cost.prefill_ms_per_token(card)
-        columns.decode_ms_per_token[row] = cost.decode_ms_per_token(card)
-        columns.batch_growth[row] = cost.batch_growth(card)
+        columns.step_ms[row], columns.step_ms_per_request[row] = cost.step_ms(card)
         columns.state[row] = UnitState.STARTING
         columns.drained[row] = card.unit_id in self._drained
         columns.suspect_until_s[row] = -np.inf
-        columns.sampled_s[row] = -np.inf
+        columns.sampled_s[row] = self._sampled_since_s = -np.inf
         no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
         self.units.append(Unit(card, no_sample, link))
         self._rows[card.unit_id] = row
         self._links.setdefault(link, set()).add(card.unit_id)
-        self._weigh_unseen(row)
+        self._count(row)
 
     def _remove(self, unit_id: str) -> None:
         row = self._rows.pop(unit_id)
@@ -203,12 +207,8 @@ class View:
             self._remembered.clear()
         unit.load = load
         columns.sampled_s[row] = observed_s
-        # A unit still preparing a prompt holds its reservation before its engine counts the request.
-        columns.reported[row] = max(load.running + load.waiting, len(load.reservations))
-        columns.prefill_tokens_queued[row] = load.prefill_tokens_queued
         columns.kv_tokens_free[row] = load.kv_tokens_free
         columns.kv_tokens_total[row] = load.kv_tokens_total
-        columns.released[row] = 0
         held = frozenset(load.reservations)
         for reservation in self._ledger.of_unit(load.unit_id):
             if reservation.reservation_id in held:
@@ -216,15 +216,21 @@ class View:
                 self._ledger.renew(reservation, observed_s + self.rules.lease_s)
             elif reservation.seen:
                 self._ledger.pop(reservation.reservation_id)
-        self._weigh_unseen(row)
+        self._count(row)
 
-    def _weigh_unseen(self, row: int) -> None:
-        columns = self.columns
-        held = self._ledger.of_unit(self.units[row].card.unit_id)
-        unseen = [r for r in held if not self._in_sample(row, r)]
-        columns.unseen[row] = len(unseen)
-        columns.unseen_prompt_tokens[row] = sum(r.prompt_tokens for r in unseen)
-        columns.unseen_kv_tokens[row] = sum(r.kv_tokens for r in unseen)
+    def _count(self, row: int) -> None:
+        """Count anew what the newest sample of a unit, or its absence, leaves open."""
+        columns, unit = self.columns, self.units[row]
+        unseen = [r for r in self._ledger.of_unit(unit.card.unit_id) if not self._in_sample(row, r)]
+        prompt_tokens, kv_tokens = sum(r.prompt_tokens for r in unseen), sum(r.kv_tokens for r in unseen)
+        load = unit.load
+        # A unit still preparing a prompt holds its reservation before its engine counts the request.
+        reported = max(load.running + load.waiting, len(load.reservations))
+        columns.reported[row], columns.released[row], columns.unseen[row] = reported, 0, len(unseen)
+        columns.unseen_prompt_tokens[row], columns.unseen_kv_tokens[row] = prompt_tokens, kv_tokens
+        columns.load[row] = reported + len(unseen)
+        columns.tokens_ahead[row] = load.prefill_tokens_queued + prompt_tokens
+        columns.kv_tokens_spare[row] = load.kv_tokens_free - cost.kv_tokens_kept(load) - kv_tokens
 
     # --- reservations -----------------------------------------------------------------------
 
@@ -258,6 +264,7 @@ class View:
             until_s = self.units[row].health.settled(outcome, reservation.made_s, self._clock.read(now_s))
             if until_s is not None:
                 self.columns.suspect_until_s[row] = until_s
+                self._suspect_until_s = max(self._suspect_until_s, until_s)
         return True
 
     def release_holder(self, holder: int) -> int:
@@ -287,6 +294,7 @@ class View:
         row = self._row_of(reservation)
         if row is not None and self._in_sample(row, reservation):
             self.columns.released[row] += 1
+            self.columns.load[row] -= 1
         elif row is not None:
             self._charge(row, reservation, -1)
         return reservation
@@ -296,9 +304,14 @@ class View:
         return reservation.seen and bool(self.columns.sampled_s[row] > -np.inf)
 
     def _charge(self, row: int, reservation: Reservation, sign: int) -> None:
-        self.columns.unseen[row] += sign
-        self.columns.unseen_prompt_tokens[row] += sign * reservation.prompt_tokens
-        self.columns.unseen_kv_tokens[row] += sign * reservation.kv_tokens
+        columns = self.columns
+        prompt_tokens, kv_tokens = sign * reservation.prompt_tokens, sign * reservation.kv_tokens
+        columns.unseen[row] += sign
+        columns.unseen_prompt_tokens[row] += prompt_tokens
+        columns.unseen_kv_tokens[row] += kv_tokens
+        columns.load[row] += sign
+        columns.tokens_ahead[row] += prompt_tokens
+        columns.kv_tokens_spare[row] -= kv_tokens
 
     def _row_of(self, reservation: Reservation) -> int | None:
         row = self._rows.get(reservation.unit_id)
@@ -331,15 +344,25 @@ class View:
             self._remembered[key] = work_out()
         return cast(T, self._remembered[key])
 
-    def fresh(self, now_s: float) -> tuple[Mask, bool]:
-        """Return which units' samples can be trusted, and whether most went stale together."""
-        return freshness.fresh(self.columns.sampled_s, self._clock.read(now_s), self.rules.stale_after_s)
+    def fresh(self, now_s: float) -> tuple[Mask | None, bool]:
+        """Return which units' samples can be trusted, None for all, and whether most went stale together."""
+        observed_s, sampled_s = self._clock.read(now_s), self.columns.sampled_s
+        oldest_s = observed_s - self.rules.stale_after_s
+        if self._sampled_since_s < oldest_s:
+            self._sampled_since_s = np.minimum.reduce(sampled_s, initial=np.inf)
+        if self._sampled_since_s >= oldest_s:
+            return None, False
+        return freshness.fresh(sampled_s, observed_s, self.rules.stale_after_s)
 
     def suspect_for_s(self, row: int, now_s: float) -> float:
         return float(self.columns.suspect_until_s[row]) - self._clock.read(now_s)
 
-    def healthy(self, now_s: float) -> Mask:
-        healthy: Mask = self.columns.suspect_until_s <= self._clock.read(now_s)
+    def healthy(self, now_s: float) -> Mask | None:
+        """Return which units may be trusted with work after what failed on them; None for all."""
+        observed_s = self._clock.read(now_s)
+        if self._suspect_until_s <= observed_s:
+            return None
+        healthy: Mask = self.columns.suspect_until_s <= observed_s
         return healthy
 
     def sample_age_s(self, row: int, now_s: float) -> float:

@@ -23,7 +23,9 @@ def choose(view: View, request: PlacementRequest, *, seed: int = 0, now_s: float
 
 def predict(view: View, request: PlacementRequest, row: int = 0) -> dict[str, float]:
     costs = cost.predict(request, view.columns, np.array([row]))
-    return {name: float(part[0]) for name, part in costs._asdict().items()}
+    names = ("network_ms", "queue_ms", "prefill_ms", "decode_ms", "pressure_ms")
+    assert sum(costs.parts_ms(0)) == pytest.approx(costs.total_ms[0])
+    return dict(zip(names, costs.parts_ms(0), strict=True)) | {"batch": float(costs.batch[0])}
 
 
 # --- cost -----------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ def test_odd_speeds_never_make_a_cost_that_is_not_a_number(speed: float) -> None
 
 def test_a_cost_that_is_not_a_number_asserts() -> None:
     view = make_view(make_card())
-    view.columns.decode_ms_per_token[0] = np.nan
+    view.columns.step_ms[0] = np.nan
     with pytest.raises(AssertionError, match="not a"):
         choose(view, make_request())
 
