@@ -18,7 +18,7 @@ import ray
 from ray import serve
 
 from gateway.knowledge.sources.embedded import VectorsActor
-from gateway.replica import build_deployment
+from gateway.replica import ON_HEAD, build_deployment
 from gateway.state import open_redis
 from gateway.trust.tenants import Tenants
 from grid import heap
@@ -35,6 +35,8 @@ ACTOR_TIMEOUT_S = 60.0
 """A worker process takes 2 s to start on an idle core."""
 CONTROL_RETRIES = 3
 """Of a lifecycle call whose actor restarted meanwhile; each of them can be repeated."""
+NO_WAIT = "--no-wait"
+"""Argument: don't wait for units, whose nodes may only be starting."""
 CONTROL_CONCURRENCY = 1000
 """Calls that one actor takes at a time: lifecycle calls only, so this is never reached."""
 
@@ -52,13 +54,16 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def up(config: Config, address: str) -> dict[str, Any]:
+def up(config: Config, address: str, wait: bool) -> dict[str, Any]:
+    """Start everything on the cluster; with `wait` return when every pool has its least number of units."""
     _join(address)
+    # Other nodes find these here; on loopback the head's address is no other's business.
+    host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     say(progress="starting placement, supervisor and vector store")
-    placement = _detached(RayPlacement, "placement", config)
+    placement = _detached(RayPlacement, "placement", config, host=host)
     addresses = [placement.address.remote()]
     if not config.vectors.qdrant_url:
-        addresses.append(_detached(VectorsActor, "vectors", config).address.remote())
+        addresses.append(_detached(VectorsActor, "vectors", config, host=host).address.remote())
     supervisor = _detached(SupervisorActor, "supervisor", config)
     ray.get(addresses, timeout=ACTOR_TIMEOUT_S)
     ray.get(supervisor.start.remote(), timeout=ACTOR_TIMEOUT_S)
@@ -67,26 +72,26 @@ def up(config: Config, address: str) -> dict[str, Any]:
     serve.start(http_options={"host": config.gateway.host, "port": config.gateway.port})
     serve.run(build_deployment(config), name=SERVE_APP, route_prefix="/", blocking=False)
     keys = asyncio.run(_first_keys(config))
-    units = _await_units(config, supervisor)
-    return {"units": units, **keys}
+    return {"units": _await_units(supervisor) if wait else [], **keys}
 
 
 def _join(address: str) -> None:
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
 
 
-def _detached(actor: type, name: str, config: Config) -> Any:
-    """Create an actor that outlives this process and that Ray restarts whenever it dies."""
+def _detached(actor: type, name: str, config: Config, **arguments: Any) -> Any:
+    """Create an actor on the head that outlives this process and that Ray restarts whenever it dies."""
     options: dict[str, Any] = {
         "name": name,
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": 0,
+        "resources": ON_HEAD,
         "max_restarts": -1,
         "max_task_retries": CONTROL_RETRIES,
         "max_concurrency": CONTROL_CONCURRENCY,
     }
-    return ray.remote(actor).options(**options).remote(config)
+    return ray.remote(actor).options(**options).remote(config, **arguments)
 
 
 async def _first_keys(config: Config) -> dict[str, str]:
@@ -98,7 +103,7 @@ async def _first_keys(config: Config) -> dict[str, str]:
         await redis.aclose()
 
 
-def _await_units(config: Config, supervisor: Any) -> list[str]:
+def _await_units(supervisor: Any) -> list[str]:
     """Wait until every model has its least number of ready units; progress says what is awaited."""
     deadline = time.monotonic() + UNITS_TIMEOUT_S
     said = ""
@@ -136,7 +141,8 @@ def down(address: str) -> dict[str, Any]:
 def main() -> int:
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     try:
-        result = up(config, sys.argv[3]) if sys.argv[2] == "up" else down(sys.argv[3])
+        wait = NO_WAIT not in sys.argv
+        result = up(config, sys.argv[3], wait) if sys.argv[2] == "up" else down(sys.argv[3])
     except GridError as error:
         say(error=error.message)
         return 1

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +25,8 @@ from typing import Any
 import psutil
 
 from gateway.folders import private_folder, short_folder
+from gateway.processes import end, is_alive, pss_bytes, tail
+from gateway.ray_head import Head, on_loopback, start
 from gateway.redis_server import EmbeddedRedis
 from gateway.replica import serve_environment
 from gateway.trust.keyfiles import read_or_make_secret, secret_path
@@ -36,18 +37,12 @@ Progress = Callable[[str], None]
 
 CELL_MARK = "ZEROGRID_CELL"
 """Environment variable in every process of a cell; what still carries it after a stop is ended."""
-RAY_START_TIMEOUT_S = 90.0
-"""A head takes 7 to 11 s on two idle cores; a loaded machine needs several times that."""
-RAY_STARTS = 2
 COMPOSE_TIMEOUT_S = 900.0
 """The first start prepares model weights and compiles; a later one takes well under a minute."""
 STOP_TIMEOUT_S = 30.0
-LOG_TAIL_LINES = 15
 RAY_TOKEN_BYTES = 32
 LINK_KEY_FILE = "link.key"
 """What peers of the cell prove to each other that they know."""
-OBJECT_STORE_BYTES = 100 * 1024 * 1024
-"""No payload travels through Ray's object store, so its smallest useful size will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +106,8 @@ def cell_paths(config: Config) -> Paths:
 # --- up -------------------------------------------------------------------------------------
 
 
-def up(config: Config, *, progress: Progress = lambda _line: None) -> CellInfo:
-    """Start the cell and return when it is ready to serve.
+def up(config: Config, *, wait: bool = True, progress: Progress = lambda _line: None) -> CellInfo:
+    """Start the cell and return when it is ready to serve; without `wait`, when its gateway is.
 
     Raises Conflict when another command works on the same cell, InvalidRequest for a taken port,
     InternalError with the end of the log when a part does not start. Whatever was started by a
@@ -122,7 +117,7 @@ def up(config: Config, *, progress: Progress = lambda _line: None) -> CellInfo:
     started_at = time.monotonic()
     with _exclusive(paths):
         record = _read_record(paths)
-        if record is not None and _alive(record.get("ray")):
+        if record is not None and is_alive(record.get("ray")):
             return CellInfo(
                 **{**record["info"], "already_running": True, "operator_key": None, "tenant_key": None}
             )
@@ -137,22 +132,23 @@ def up(config: Config, *, progress: Progress = lambda _line: None) -> CellInfo:
                 redis = EmbeddedRedis(paths.root)
                 redis.start(environment)
             progress("starting Ray")
-            head_pid, ports = _start_ray(paths, environment, progress)
+            head = _start_ray(config, paths, environment, progress)
             # What was not set stays unset: some defaults depend on whether a key was given.
             paths.config.write_text(config.model_dump_json(exclude_unset=True))
-            outcome = _compose(paths, ["up", f"127.0.0.1:{ports['port']}"], environment, progress)
+            arguments = ["up", head.address, *([] if wait else ["--no-wait"])]
+            outcome = _compose(paths, arguments, environment, progress)
             info = CellInfo(
                 name=config.cell.name,
                 region=config.cell.region,
                 base_url=f"http://{_url_host(config.gateway.host)}:{config.gateway.port}",
-                dashboard_url=f"http://127.0.0.1:{ports['dashboard-port']}",
+                dashboard_url=head.dashboard_url,
                 state_dir=str(paths.root),
                 operator_key=outcome.get("operator_key"),
                 tenant_key=outcome.get("tenant_key"),
                 units=outcome.get("units", []),
                 seconds=round(time.monotonic() - started_at, 1),
             )
-            _write_record(paths, info, head_pid, redis, ports)
+            _write_record(paths, info, head, redis)
         except BaseException:
             progress("stopping what was started")
             if redis is not None:
@@ -184,75 +180,14 @@ def _environment(config: Config, paths: Paths) -> dict[str, str]:
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_enable_open_telemetry": "0",
         # Ray replaces a loopback address by the machine's own, unless clusters are off as on macOS.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if on_loopback(config.ray) else {}),
         "PYTHONUNBUFFERED": "1",
     }
 
 
-def _start_ray(
-    paths: Paths, environment: Mapping[str, str], progress: Progress
-) -> tuple[int, dict[str, int]]:
-    """Start the head, a second time if need be.
-
-    Its own limits are short (15 s for its agent's imports), so a machine that is busy for a moment fails it.
-    """
-    for attempt in range(RAY_STARTS):
-        ports = _free_ports()
-        head = _start_head(paths, ports, environment)
-        try:
-            _await_head(paths, ports["port"], head)
-            head.returncode = 0  # it outlives this object on purpose; from here on its pid is its handle
-            return head.pid, ports
-        except InternalError:
-            _end([head.pid], STOP_TIMEOUT_S)
-            if attempt + 1 == RAY_STARTS:
-                raise
-            progress("Ray did not come up; trying once more")
-    raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def _start_head(
-    paths: Paths, ports: Mapping[str, int], environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
-        "--node-ip-address=127.0.0.1",
-        "--dashboard-host=127.0.0.1",
-        f"--temp-dir={paths.sockets / 'ray'}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
-        "--disable-usage-stats",
-        *(f"--{name}={port}" for name, port in ports.items()),
-        # Zero lets every worker take any free port, so that cells never share a range.
-        "--min-worker-port=0",
-        "--max-worker-port=0",
-    ]
-    with open(paths.logs / "ray-head.log", "wb") as log:
-        return subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _await_head(paths: Paths, port: int, head: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + RAY_START_TIMEOUT_S
+def _start_ray(config: Config, paths: Paths, environment: Mapping[str, str], progress: Progress) -> Head:
     log = paths.logs / "ray-head.log"
-    while time.monotonic() < deadline:
-        if head.poll() is not None:
-            raise InternalError(f"Ray stopped while starting (exit {head.returncode}):\n{_tail(log)}")
-        # Ray says so once every one of its processes is up; an open port alone comes too early.
-        if b"Ray runtime started" in log.read_bytes() and _port_open(port):
-            return
-        time.sleep(0.1)
-    raise InternalError(f"Ray was not ready within {RAY_START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
+    return start(config.ray, config.cell.region, paths.sockets / "ray", log, environment, progress)
 
 
 def _compose(
@@ -286,9 +221,9 @@ def _compose(
                 return result
             if time.monotonic() > deadline:
                 raise InternalError(f"the cell was not ready within {COMPOSE_TIMEOUT_S:.0f} s")
-        raise InternalError(f"the cell's start ended without a result:\n{_tail(log_path)}")
+        raise InternalError(f"the cell's start ended without a result:\n{tail(log_path)}")
     finally:
-        _end([process.pid], STOP_TIMEOUT_S)
+        end([process.pid], STOP_TIMEOUT_S)
         process.stdout.close()
         process.wait()
 
@@ -306,12 +241,12 @@ def down(config: Config, *, progress: Progress = lambda _line: None) -> bool:
         return False
     with _exclusive(paths):
         record = _read_record(paths)
-        if record is not None and _alive(record["ray"]):
+        if record is not None and is_alive(record["ray"]):
             progress("draining streams")
             with contextlib.suppress(GridError):
                 _compose(paths, ["down", record["address"]], _environment(config, paths), progress)
             progress("stopping Ray")
-            _end([record["ray"]["pid"]], STOP_TIMEOUT_S)
+            end([record["ray"]["pid"]], STOP_TIMEOUT_S)
         progress("stopping Redis")
         if not config.redis.url:
             EmbeddedRedis(paths.root).stop()
@@ -322,14 +257,15 @@ def down(config: Config, *, progress: Progress = lambda _line: None) -> bool:
 
 
 @contextlib.contextmanager
-def ray_head(config: Config) -> Iterator[str]:
-    """Yield the address of a Ray head with a cell's settings and nothing on it, to compare a cell with."""
+def ray_head(config: Config) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the address of a Ray head with a cell's settings and nothing on it, and the environment of
+    whoever joins it: to compare a cell with, and for tests."""
     paths = cell_paths(config)
     with _exclusive(paths):
         _prepare_folders(paths)
         try:
-            _pid, ports = _start_ray(paths, _environment(config, paths), lambda _line: None)
-            yield f"127.0.0.1:{ports['port']}"
+            environment = _environment(config, paths)
+            yield _start_ray(config, paths, environment, lambda _line: None).address, environment
         finally:
             _sweep(paths)
             shutil.rmtree(paths.sockets, ignore_errors=True)
@@ -339,14 +275,14 @@ def status(config: Config) -> dict[str, Any]:
     """What this machine knows of the cell without asking it: processes, addresses, memory in MB."""
     paths = cell_paths(config)
     record = _read_record(paths)
-    running = record is not None and _alive(record["ray"])
+    running = record is not None and is_alive(record["ray"])
     processes = _marked(paths) if paths.root.exists() else []
     return {
         "running": running,
         "state_dir": str(paths.root),
         **(record["info"] if record is not None and running else {}),
         "processes": len(processes),
-        "memory_mb": round(sum(_pss_bytes(p) for p in processes) / 1e6),
+        "memory_mb": round(sum(pss_bytes(p) for p in processes) / 1e6),
     }
 
 
@@ -383,42 +319,8 @@ def _sweep(paths: Paths) -> bool:
     """End what is left of the cell. Returns True when there was anything."""
     left = [process.pid for process in _marked(paths)]
     if left:
-        _end(left, timeout_s=5.0)
+        end(left, timeout_s=5.0)
     return bool(left)
-
-
-def _end(pids: list[int], timeout_s: float) -> None:
-    """Ask with SIGTERM, wait, then SIGKILL."""
-    processes = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGTERM)
-    _gone, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    for process in alive:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(alive, timeout=timeout_s)
-
-
-def _alive(process: Mapping[str, Any] | None) -> bool:
-    """True when the recorded process still runs; its start time tells it from a reused pid."""
-    if process is None:
-        return False
-    try:
-        found = psutil.Process(int(process["pid"]))
-        return found.status() != psutil.STATUS_ZOMBIE and abs(found.create_time() - process["created"]) < 1.0
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _pss_bytes(process: psutil.Process) -> int:
-    """Proportional set size: shared pages are counted once over all processes."""
-    with contextlib.suppress(psutil.Error, AttributeError):
-        return int(process.memory_full_info().pss)
-    return 0
 
 
 def _read_record(paths: Paths) -> dict[str, Any] | None:
@@ -432,49 +334,19 @@ def _read_record(paths: Paths) -> dict[str, Any] | None:
 def _write_record(
     paths: Paths,
     info: CellInfo,
-    head_pid: int,
+    head: Head,
     redis: EmbeddedRedis | None,
-    ports: Mapping[str, int],
 ) -> None:
     record = {
         "info": {**info.as_dict(), "operator_key": None, "tenant_key": None},
-        "address": f"127.0.0.1:{ports['port']}",
-        "ray": {"pid": head_pid, "created": psutil.Process(head_pid).create_time()},
+        "address": head.address,
+        "ray": {"pid": head.pid, "created": psutil.Process(head.pid).create_time()},
         "embedded_redis": redis is not None,
     }
     paths.record.write_text(json.dumps(record, indent=1))
 
 
-# --- ports and logs -------------------------------------------------------------------------
-
-RAY_PORTS = (
-    "port",
-    "ray-client-server-port",
-    "node-manager-port",
-    "object-manager-port",
-    "dashboard-port",
-    "dashboard-agent-listen-port",
-    "dashboard-agent-grpc-port",
-    "metrics-export-port",
-    "runtime-env-agent-port",
-)
-
-
-def _free_ports() -> dict[str, int]:
-    """One free loopback port for each of Ray's services, all distinct."""
-    with contextlib.ExitStack() as stack:
-        ports = {}
-        for name in RAY_PORTS:
-            held = stack.enter_context(socket.socket())
-            held.bind(("127.0.0.1", 0))
-            ports[name] = held.getsockname()[1]
-        return ports
-
-
-def _port_open(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+# --- ports ----------------------------------------------------------------------------------
 
 
 def _require_free_port(config: Config) -> None:
@@ -492,8 +364,3 @@ def _require_free_port(config: Config) -> None:
 
 def _url_host(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
-
-
-def _tail(path: Path) -> str:
-    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return "\n".join(lines) + f"\n(the whole log is {path})"

@@ -50,6 +50,9 @@ RAY_NODE_ID_CHARS = 56
 MAX_HAPROXY_SOCKET_CHARS = 97
 """A Unix socket's path has 107; HAProxy needs ten for the name under which it binds before it renames."""
 CALLBACK = "gateway.replica:middlewares"
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""Where Redis' private socket, HAProxy and the state folder are: what needs them runs there, too."""
+
 WRAPPER = """\
 #!/bin/sh
 # Starts HAProxy without its `prometheus` and `stats` listeners, which would be open on all interfaces.
@@ -150,7 +153,7 @@ def build_deployment(config: Config) -> Application:
         name=DEPLOYMENT,
         num_replicas=gateway.replicas,
         max_ongoing_requests=gateway.max_streams_per_replica + SPARE_REQUESTS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
         graceful_shutdown_timeout_s=DEREGISTER_S + gateway.drain_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.2,
         logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),

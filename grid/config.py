@@ -6,6 +6,7 @@ Nothing else reads the file or the environment. Secrets are named here (a folder
 from __future__ import annotations
 
 import difflib
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -15,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from grid.errors import InvalidRequest
 from grid.model import Model, Section, Simulated
 
-__all__ = ["Alias", "Cell", "Config", "Gateway", "Model", "Section", "Simulated", "load", "parse"]
+__all__ = ["Alias", "Cell", "Config", "Gateway", "Model", "Ray", "Section", "Simulated", "load", "parse"]
 
 
 def _absolute(path: Path) -> Path:
@@ -67,6 +68,28 @@ class Alias(Section):
         return {"model": data} if isinstance(data, str) else data
 
 
+def _address(text: str) -> str:
+    if text != "auto":
+        try:
+            ipaddress.ip_address(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no address; give one, or auto") from None
+    return text
+
+
+class Ray(Section):
+    """Ray's head. On loopback the cell is this machine's own; otherwise other nodes can join it."""
+
+    node_ip: Annotated[str, AfterValidator(_address)] = "127.0.0.1"
+    """The head's address for other nodes; `auto` is the one that this machine has in its network."""
+    port: int = Field(0, ge=0, le=65535)
+    """Where other nodes join; 0: any free one."""
+    dashboard_port: int = Field(0, ge=0, le=65535)
+    """On loopback; 0: any free one."""
+    autoscaling_config: str = ""
+    """The cluster launcher's file on the head; empty: no autoscaler."""
+
+
 class Redis(Section):
     url: str = ""
     """Empty: an embedded server on a private socket under the state folder."""
@@ -109,6 +132,7 @@ class Config(Section):
     observe: Observe = Observe()
     models: tuple[Model, ...] = DEFAULT_MODELS
     aliases: dict[str, Alias] = Field(default_factory=dict)
+    ray: Ray = Ray()
     redis: Redis = Redis()
     vectors: Vectors = Vectors()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.text import Text
 
 from gateway.cli.console import out, print_fields, print_json, reporting, steps
@@ -14,15 +15,19 @@ from grid.errors import GridError
 if TYPE_CHECKING:
     from grid import Grid
 
+Wait = Annotated[
+    bool, typer.Option("--wait/--no-wait", help="Wait for the units; without, only for the gateway.")
+]
 
-def up(config: ConfigFile = None, as_json: AsJson = False) -> None:
+
+def up(config: ConfigFile = None, wait: Wait = True, as_json: AsJson = False) -> None:
     """Start a cell on this machine."""
     from gateway import launch
 
     with reporting(as_json):
         loaded = configuration(config)
         with steps() as progress:
-            info = launch.up(loaded, progress=progress)
+            info = launch.up(loaded, wait=wait, progress=progress)
         if as_json:
             print_json(info.as_dict())
             return

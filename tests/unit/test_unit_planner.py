@@ -301,9 +301,9 @@ def test_an_adopted_unit_is_its_pools_own() -> None:
     assert stops(made.handle(plan.Adopted("unit-sim-b-0", "sim", "n1"), 1.0)) == ["unit-sim-b-0"]
 
 
-@pytest.mark.parametrize("example", sorted(CELLS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_example_cell_starts_on_a_small_machine(example: Path) -> None:
-    config = load(example)
+@pytest.mark.parametrize("example", ["simulated", "three-regions"])
+def test_an_example_cell_starts_on_a_small_machine(example: str) -> None:
+    config = load(CELLS / f"{example}.yaml")
     made = Planner(config)
     effects = made.handle(plan.NodesSeen((Node("n1", {}, cpus=2.0, gpus=0.0),)), 0.0)
     while started := starts(effects):
