@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from grid.engines.variants import choose
+from grid.hardware import catalogue
 from grid.words import PlacementRequest, Precision, Rejection, Task, UnitState
 from placement.columns import Ints, Mask
 from placement.fleet import View
@@ -149,9 +151,20 @@ def _precision(q: Question) -> Mask | None:
 
 
 def _precision_detail(q: Question, row: int) -> str:
-    has, lowest = Precision(q.view.units[row].card.precision).label, q.request.lowest_precision
+    card, lowest = q.view.units[row].card, q.request.lowest_precision
+    has = Precision(card.precision).label
     asked = Precision(lowest).label if lowest in set(Precision) else f"precision {lowest}"
-    return f"runs {has}; the request accepts {asked} or higher: start a unit with it, or accept {has}"
+    return (
+        f"runs {has}; the request accepts {asked} or higher: start a unit with "
+        f"{_served_there(card.gpu_type, lowest)}, or accept {has}"
+    )
+
+
+def _served_there(gpu_type: str, lowest: int) -> str:
+    """Return what a unit on such a GPU could run that is not below `lowest`."""
+    gpu = catalogue.GPUS.get(gpu_type)
+    best = choose(gpu, lowest=lowest) if gpu is not None and lowest in set(Precision) else None
+    return f"{best.label} on {gpu_type}" if isinstance(best, Precision) else "it"
 
 
 def _memory(q: Question) -> Mask | None:

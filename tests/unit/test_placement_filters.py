@@ -36,7 +36,7 @@ CARD_CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         "precision",
         {"precision": int(Precision.INT4)},
         {"lowest_precision": int(Precision.INT8)},
-        ["int4", "int8"],
+        ["runs int4", "accepts int8", "int8 on A100-80"],
     ),
     ("memory", {"memory_grant_mb": 20_000}, {"min_memory_mb": 24_000}, ["20000 MB", "24000 MB"]),
     ("context", {}, {"max_output_tokens": 2048}, ["2048", "2047"]),
