@@ -5,20 +5,19 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.fleet import make_card
 
 from grid.engines.base import EngineLoad, Prepared, Step
 from grid.errors import InternalError, UnitLost
 from grid.units import events as ev
 from grid.units.unit import Unit
 from grid.wire.messages import Accepted, Done, Failed, Progress, Refused, Submit, Tokens
-from grid.words import Sampling, Task, UnitCard, UnitState
+from grid.words import Sampling, UnitState
 
 ENGINE = EngineLoad(0, 0, 100, 100, 0, 0)
 PROMPT = Prepared((1, 2), b"hash", 0)
 MAX_RUNNING, MAX_WAITING = 2, 2
-CARD = UnitCard(
-    "u", "i", "h", 1, "n", "r", Task.GENERATE, "m", 16, "f", 99, "CPU", 0.0, 1, MAX_RUNNING, MAX_WAITING, 1.0
-)
+CARD = make_card("u", model="m", max_running=MAX_RUNNING, max_waiting=MAX_WAITING)
 PEERS = st.integers(0, 1)
 
 

@@ -6,23 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.fleet import make_card, make_load
 
 from gateway.pipeline.counting import Counter, counting_units
 from grid.errors import ContextOverflow, GridError, InternalError, NoEligibleUnit, Saturated, UnitLost
 from grid.wire.messages import Count, Counted, Fleet, Pong, WireMessage
-from grid.words import FleetUnit, Message, Task, UnitCard, UnitLoad, UnitState
+from grid.words import FleetUnit, Message, Task, UnitState
 
 HELLO = (Message("user", "hello"),)
 
 
 def unit(name: str, **fields: Any) -> FleetUnit:
     """Return a ready unit of model `m` in region `eu`, unless `fields` say otherwise."""
-    card = UnitCard(
-        name, "i", name, 1, "n", fields.get("region", "eu"), fields.get("task", Task.GENERATE),
-        fields.get("model", "m"), 16, "f", 99, "CPU", 0.0, 1, 4, 0, 1.0,
-    )  # fmt: skip
-    state, running = fields.get("state", UnitState.READY), fields.get("running", 0)
-    return FleetUnit(card, UnitLoad(name, "i", state, running, 0, 0, 0, 0, 0), 0, 1.0)
+    sample = {key: fields.pop(key) for key in ("state", "running") if key in fields}
+    card = make_card(name, **{"host": name, "region": "eu", "model": "m", **fields})
+    return FleetUnit(card, make_load(card, **sample), 0, 1.0)
 
 
 class Cell:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.fleet import make_card
 
 from grid.engines.base import EngineLoad, Prepared, Step
 from grid.errors import ContextOverflow, InternalError, UnitLost
 from grid.units import events as ev
 from grid.units.unit import CLOSING_TICKS, MAX_EMBED_TEXTS, Unit
 from grid.wire.messages import Accepted, Done, Embed, Failed, Progress, Refused, Submit, Tokens, Vectors
-from grid.words import Message, Precision, Sampling, Task, UnitCard, UnitState
+from grid.words import Message, Sampling, Task, UnitCard, UnitState
 
 PROMPT = Prepared(prompt_ids=(1, 2, 3), prompt_hash=b"h" * 16, documents_used=1)
 IDLE = EngineLoad(0, 0, 1000, 1000, 0, 7)
@@ -17,26 +18,8 @@ PEER = 9
 
 
 def card(**changes: object) -> UnitCard:
-    base = UnitCard(
-        unit_id="unit-m-0",
-        incarnation="inc-1",
-        host="127.0.0.1",
-        port=1,
-        node_id="n",
-        region="local",
-        task=Task.GENERATE,
-        model="m",
-        precision=Precision.FP16,
-        fingerprint="f",
-        context_tokens=100,
-        gpu_type="CPU",
-        gpus=0.0,
-        memory_grant_mb=1,
-        max_running=2,
-        max_waiting=1,
-        cu_factor=0.5,
-    )
-    return base._replace(**changes)
+    small = {"model": "m", "context_tokens": 100, "max_running": 2, "max_waiting": 1, "cu_factor": 0.5}
+    return make_card("unit-m-0", **{**small, **changes})
 
 
 def submit(stream: int, **changes: object) -> Submit:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from support.fleet import make_card
 
 from grid.engines.base import EngineLoad, Prepared, Sink, Step
 from grid.errors import InvalidRequest, UnitLost
@@ -16,7 +17,7 @@ from grid.units.server import UnitServer
 from grid.units.unit import Unit
 from grid.wire.link import Peer
 from grid.wire.messages import Cancel, Count, Counted, Done, Failed, Refused, Submit, Tokens, WireMessage
-from grid.words import Message, Sampling, Task, UnitCard
+from grid.words import Message, Sampling
 
 
 class FakePeer:
@@ -74,7 +75,7 @@ class HandCrankedRun:
 
 class Stage:
     def __init__(self) -> None:
-        card = UnitCard("u", "i", "h", 1, "n", "r", Task.GENERATE, "m", 16, "f", 99, "CPU", 0.0, 1, 4, 0, 1.0)
+        card = make_card("u", model="m", max_running=4, max_waiting=0)
         self.engine = HandCranked()
         self.deaths: list[str] = []
         self.server = UnitServer(
