@@ -179,8 +179,9 @@ PARAMETERS: dict[str, Any] = {
     "version": {
         "name": HEADER,
         "in": "header",
-        "schema": {"type": "string", "enum": list(VERSIONS), "default": CURRENT},
-        "description": f"The version that the caller is written for; `{ALIAS}` is an alias.",
+        "schema": {"type": "string", "enum": [CURRENT], "default": CURRENT},
+        "description": f"What the caller is written for; `{ALIAS}` is an alias. This document is of "
+        f"{CURRENT}; an older one is served as well: {', '.join(VERSIONS[:-1])}.",
     },
     "messagesVersion": {
         "name": ALIAS,
@@ -210,7 +211,7 @@ PARAMETERS: dict[str, Any] = {
 HEADERS: dict[str, Any] = {
     "requestId": {"schema": {"type": "string"}, "description": "The grid's id of the call, `req_…`."},
     "versionServed": {
-        "schema": {"type": "string", "enum": list(VERSIONS)},
+        "schema": {"type": "string", "enum": [CURRENT]},
         "description": "The version that answered.",
     },
     "deprecation": {
@@ -246,6 +247,8 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     for status, response in responses.items():
         own = {"retry-after": {"$ref": "#/components/headers/retryAfter"}}
         response["headers"] = {**headers, **(own if status in ("429", "503", "529") else {})}
+        if method == "head":
+            response.pop("content", None)
     operation["responses"] = dict(sorted(responses.items()))
 
 

@@ -206,8 +206,10 @@ class GatewayApp:
 
 
 def status_seen(exchange: Exchange, story: Story, error: GridError | None) -> int:
-    """Return the status of a call's end: as its client saw it, or would have had the status line waited. In the
-    grid's own numbers, so that figures mean the same on every route."""
+    """Return the status of a call's end: as its client saw it, or would have had the status line waited.
+
+    In the grid's own numbers, so that figures mean the same on every route.
+    """
     if error is not None:
         return GRID.status(error)
     if not exchange.finished:
