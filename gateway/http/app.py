@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "zerogrid.request_id"
 """Scope key: the id that a middleware in front already made."""
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/docs/oauth2-redirect", "/openapi.json"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 """What answers without a key: nothing there belongs to a tenant."""
 OPENAI_PREFIXES = ("/v1/chat/", "/v1/embeddings", "/v1/models")
 INVOKE_PREFIX, INVOKE_SUFFIX = "/v1/pipelines/", "/invoke"

@@ -9,11 +9,13 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse
 from starlette.routing import Match
 
 from gateway.http import anthropic, data_sources, metrics, openai, operations, pipelines
 from gateway.http.api_document import document
 from gateway.http.call import EXCHANGE, Json
+from gateway.http.docs_page import CONTENT_POLICY, page
 from gateway.http.errors import INTERNAL_MESSAGE, MethodNotAllowed, error_headers
 from gateway.http.exchange import Exchange
 from grid.errors import GridError, InternalError, InvalidRequest, NotFound
@@ -27,14 +29,22 @@ class ColdApp(FastAPI):
 
 
 def build_cold_app() -> FastAPI:
-    app = ColdApp(title="Zerogrid", version=version("zerogrid"), redirect_slashes=False, redoc_url=None)
+    app = ColdApp(
+        title="Zerogrid", version=version("zerogrid"), redirect_slashes=False, docs_url=None, redoc_url=None
+    )
     for routes in (pipelines, data_sources, openai, anthropic, metrics, operations):
         app.include_router(routes.router)
+    app.add_api_route("/docs", _docs, include_in_schema=False)
     app.add_exception_handler(GridError, _refuse)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _bug)
     return app
+
+
+async def _docs(request: Request) -> HTMLResponse:
+    headers = {"content-security-policy": CONTENT_POLICY}
+    return HTMLResponse(page(request.app.openapi()), headers=headers)
 
 
 async def _refuse(request: Request, error: Exception) -> Json:

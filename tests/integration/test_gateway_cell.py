@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -336,9 +337,23 @@ async def test_open_routes_need_no_key(cell: LocalCell) -> None:
         ready = await client.get("/readyz")
         assert ready.status_code == 200
         shapes.Readiness.model_validate(ready.json())
-        assert "swagger" in (await client.get("/docs")).text
         assert (await client.get("/v1/models")).status_code == 401
         assert (await client.get("/nowhere")).status_code == 401
+
+
+async def test_the_page_for_people_is_whole_and_loads_nothing(cell: LocalCell) -> None:
+    async with cell.client("") as client:
+        answer = await client.get("/docs")
+        document = (await client.get("/openapi.json")).json()
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    text = answer.text
+    assert not re.findall(r"<script|<link|<img|<iframe|@import|https?://|src=", text)
+    for path in document["paths"]:
+        assert path in text
+    targets, ids = set(re.findall(r'href="#([^"]+)"', text)), set(re.findall(r'id="([^"]+)"', text))
+    assert targets <= ids
+    assert set(document["components"]["schemas"]) <= ids
 
 
 async def test_the_document_names_every_route_and_resolves(cell: LocalCell) -> None:
