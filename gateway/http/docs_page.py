@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 METHODS = ("get", "head", "post", "put", "delete")
@@ -34,7 +35,7 @@ td, th { text-align: left; vertical-align: top; }
 </head>
 <body>
 <h1>{{ title }} <small>{{ version }}</small></h1>
-{% for part in description.split("\\n\\n") %}<p>{{ part }}</p>{% endfor %}
+{% for part in description.split("\\n\\n") %}<p>{{ part | words }}</p>{% endfor %}
 <p>For machines: <a href="openapi.json"><code>openapi.json</code></a></p>
 {% for tag, operations in groups %}
 <h2>{{ tag }}</h2>
@@ -42,37 +43,52 @@ td, th { text-align: left; vertical-align: top; }
 <details id="{{ operation.id }}">
 <summary><span class="method">{{ operation.method }}</span> <code>{{ operation.path }}</code>
  {{ operation.summary }}</summary>
-<p>{{ operation.description }}</p>
+<p>{{ operation.description | words }}</p>
 {% if operation.parameters %}<table>
 <tr><th>parameter</th><th>in</th><th></th></tr>
 {% for each in operation.parameters %}<tr><td><code>{{ each.name }}</code>
-{%- if each.required %} (required){% endif %}</td><td>{{ each.in }}</td><td>{{ each.description }}</td></tr>
+{%- if each.required %} (required){% endif %}</td><td>{{ each.in }}</td>
+<td>{{ (each.description or "") | words }}</td></tr>
 {% endfor %}</table>{% endif %}
 {% if operation.body %}
 <p>Body: <a href="#{{ operation.body }}"><code>{{ operation.body }}</code></a></p>{% endif %}
 <table>
 <tr><th>status</th><th>answer</th><th></th></tr>
 {% for each in operation.responses %}<tr><td>{{ each.status }}</td><td>
-{%- for kind, name in each.contents %}<a href="#{{ name }}">{{ name or kind }}</a> {% endfor -%}
-</td><td>{{ each.description }}</td></tr>
+{%- for kind, name in each.contents %}{% if name %}<a href="#{{ name }}">{{ name }}</a>{% else %}{{ kind }}
+{%- endif %} {% endfor -%}
+</td><td>{{ each.description | words }}</td></tr>
 {% endfor %}</table>
 </details>
 {% endfor %}{% endfor %}
 <h2>Shapes</h2>
 {% for name, schema in schemas %}
 <details id="{{ name }}"><summary><code>{{ name }}</code></summary>
-{% if schema.description %}<p>{{ schema.description }}</p>{% endif %}
+{% if schema.description %}<p>{{ schema.description | words }}</p>{% endif %}
 <table>
 {% for field, about in schema.fields %}<tr><td><code>{{ field }}</code>
 {%- if about.required %} (required){% endif %}</td><td>{{ about.kind }}
 {%- for ref in about.refs %} <a href="#{{ ref }}"><code>{{ ref }}</code></a>{% endfor %}
-</td><td>{{ about.description }}</td></tr>
+</td><td>{{ about.description | words }}</td></tr>
 {% endfor %}</table></details>
 {% endfor %}
 </body>
 </html>
 """
-_PAGE = jinja2.Environment(autoescape=True).from_string(TEMPLATE)
+
+
+def _words(text: str) -> Markup:
+    """Return text whose parts between backticks are code."""
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if index % 2 else escape(part)
+        for index, part in enumerate(parts)
+    )
+
+
+_ENVIRONMENT = jinja2.Environment(autoescape=True)
+_ENVIRONMENT.filters["words"] = _words
+_PAGE = _ENVIRONMENT.from_string(TEMPLATE)
 
 
 def page(document: dict[str, Any]) -> str:
