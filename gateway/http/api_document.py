@@ -37,6 +37,12 @@ Server-sent events in order: `start` (StartEvent), `retrieval` (RetrievalView) f
 (StepEvent) for each generation step before the answer, `token` (TokenEvent) as the answer's text comes,
 then one `done` (DoneEvent) or `error` (ErrorEnvelope). Comment lines keep idle connections alive.
 """
+SSE = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+"""Of one event; what `data` holds as JSON is told in words."""
 CHAT_EVENTS = """\
 `data:` frames with `chat.completion.chunk` objects, then `data: [DONE]`. With `stream_options.include_usage`
 the last chunk has empty `choices` and the `usage`. A failure is a frame with `error`, and no `[DONE]`.
@@ -269,7 +275,7 @@ def _hot(route: HotRoute) -> dict[str, Any]:
     told = next((model for prefix, model in TOLD if route.path.startswith(prefix)), shapes.ErrorEnvelope)
     content: dict[str, Any] = {"application/json": {"schema": ref(route.answer)}}
     if route.events:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": SSE}
     overloaded = route.path.startswith(MESSAGES_PREFIX)
     statuses = [OVERLOADED if overloaded and status == 429 else status for status in RUNNING]
     named = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from gateway.http.honoured import Neutral, PartedText, refuse_unhonoured
 from gateway.pipeline.contract import (
@@ -12,12 +12,11 @@ from gateway.pipeline.contract import (
     MAX_OUTPUT_TOKENS,
     MAX_PENALTY,
     MAX_SEED,
-    MAX_STOPS,
     MAX_TEMPERATURE,
     ChatMessage,
     Name,
     Part,
-    Stop,
+    Stops,
 )
 from grid.errors import InvalidRequest
 
@@ -50,10 +49,6 @@ NEUTRAL_IN_TURNS: Neutral = {
     "annotations": ([],),
 }
 """The same for a message; an assistant's turn is often sent back just as it was received."""
-
-
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
 
 
 class ChatTurn(Part):
@@ -93,11 +88,7 @@ class ChatRequest(Part):
     frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
-    stop: Annotated[
-        tuple[Stop, ...] | None,
-        Field(max_length=MAX_STOPS, strict=False, fail_fast=True),
-        BeforeValidator(_one_or_many),
-    ] = None
+    stop: Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

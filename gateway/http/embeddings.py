@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from gateway.http.call import Call
 from gateway.http.data_sources import embedding_model, known_dimension
 from gateway.http.exchange import JSON, unless_client_leaves
-from gateway.knowledge.documents import MAX_DOCUMENT_CHARS
 from gateway.knowledge.embedder import BATCH_TEXTS, EmbedOrder
 from gateway.pipeline.contract import MAX_DIMENSION, Name, Part, clean_text, parse
 from gateway.trust.residency import check_marks
@@ -23,6 +22,9 @@ from grid.words import Usage
 
 MAX_TEXTS = 2_048
 """Of one call, what OpenAI's clients know: some seconds of a CPU unit's work, in batches of its own."""
+
+MAX_TEXT_CHARS = 30_000
+"""Of one text, about 7,500 tokens: beyond the window of the usual embedding models."""
 
 
 def _texts(value: Any) -> Any:
@@ -33,8 +35,8 @@ def _texts(value: Any) -> Any:
     return value
 
 
-EmbedText = Annotated[str, Field(min_length=1, max_length=MAX_DOCUMENT_CHARS)]
-_TEXT_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_DOCUMENT_CHARS}
+EmbedText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
+_TEXT_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT_CHARS}
 
 
 class EmbeddingsRequest(Part):

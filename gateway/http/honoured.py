@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
-from gateway.pipeline.contract import Part, Text
+from gateway.pipeline.contract import MAX_TEXT_CHARS, Part, Text
 from grid.errors import InvalidRequest
 
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -28,8 +28,21 @@ def joined_text(value: Any) -> Any:
     return "".join(texts)
 
 
-PartedText = Annotated[Text, BeforeValidator(joined_text)]
-"""Text, or a list of text parts."""
+PARTED_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "maxLength": MAX_TEXT_CHARS},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+PartedText = Annotated[Text, BeforeValidator(joined_text), WithJsonSchema(PARTED_SCHEMA)]
+"""Text, or a list of text parts, together not empty."""
 
 
 def refuse_unhonoured(part: Part, neutral: Neutral, prefix: str = "") -> None:

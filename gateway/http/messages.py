@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from gateway.http.honoured import Neutral, PartedText, joined_text, refuse_unhonoured
+from gateway.http.honoured import PARTED_SCHEMA, Neutral, PartedText, joined_text, refuse_unhonoured
 from gateway.pipeline.contract import (
     MAX_MESSAGES,
     MAX_OUTPUT_TOKENS,
@@ -57,7 +57,7 @@ class Conversation(Part):
     messages: tuple[MessageTurn, ...] = Field(
         min_length=1, max_length=MAX_MESSAGES, strict=False, fail_fast=True
     )
-    system: Annotated[SystemPrompt, BeforeValidator(joined_text)] = ""
+    system: Annotated[SystemPrompt, BeforeValidator(joined_text), WithJsonSchema(PARTED_SCHEMA)] = ""
 
     # Change nothing about an answer.
     cache_control: Any = None

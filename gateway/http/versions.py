@@ -33,6 +33,8 @@ MESSAGES_PREFIX = "/v1/messages"
 MESSAGES_API = ("2023-06-01", "2026-10-21")
 """Versions of Anthropic's Messages API, one of which its clients send on every call in the alias' place. What
 they share is what is served; sampling, which the later one took away, is honoured in both."""
+MESSAGES_CLIENTS = (MESSAGES_PREFIX, "/v1/models")
+"""What those clients call: the routes of that API, and the list of models."""
 RUNS = ("/v1/pipeline", "/v1/pipelines/")
 """Where bodies with an `input` go: the one-shot route, and a pipeline's own routes."""
 
@@ -78,7 +80,7 @@ def version_asked(given: str | None, alias: str | None, path: str) -> str:
 
     Raises InvalidRequest, with the list, for one that isn't served, and for two that disagree.
     """
-    if path.startswith(MESSAGES_PREFIX) and alias in MESSAGES_API:
+    if path.startswith(MESSAGES_CLIENTS) and alias in MESSAGES_API:
         alias = None
     for name, asked in ((HEADER, given), (ALIAS, alias)):
         if asked is not None and asked not in VERSIONS:

@@ -24,6 +24,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -153,6 +154,29 @@ RegionName = Annotated[str, Field(pattern=REGION)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS), AfterValidator(clean_text)]
 SystemPrompt = Annotated[str, Field(max_length=MAX_TEXT_CHARS), AfterValidator(clean_system_prompt)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+Stops = Annotated[
+    tuple[Stop, ...],
+    Field(max_length=MAX_STOPS, strict=False, fail_fast=True),
+    BeforeValidator(_one_or_many),
+    WithJsonSchema(
+        {"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS}]}
+    ),
+]
+"""One string stands for a list of one."""
+Values = Annotated[
+    dict[str, str],
+    BeforeValidator(_variables),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": VARIABLE_NAME.pattern},
+            "additionalProperties": {"type": ["string", "number", "boolean"]},
+            "maxProperties": MAX_VARIABLES,
+        }
+    ),
+]
+"""By name; numbers, true and false become text."""
 
 
 class Part(BaseModel):
@@ -211,11 +235,7 @@ class GenerationStep(Part):
     top_k: int = Field(0, ge=0, le=MAX_SAMPLING_TOP_K)
     """0 means no limit."""
     seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
-    stop: Annotated[
-        tuple[Stop, ...],
-        Field(max_length=MAX_STOPS, strict=False, fail_fast=True),
-        BeforeValidator(_one_or_many),
-    ] = ()
+    stop: Stops = ()
     """The answer ends before the first of these; one string stands for a list of one."""
     frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
     presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
@@ -396,7 +416,7 @@ class Asked(Part):
         None, min_length=1, max_length=MAX_INPUTS, strict=False, fail_fast=True
     )
     """Texts and conversations, each run by itself; the outcomes come in the same order."""
-    variables: Annotated[dict[str, str] | None, BeforeValidator(_variables)] = None
+    variables: Values | None = None
     stream: bool | None = None
 
     @field_validator("input", mode="before")

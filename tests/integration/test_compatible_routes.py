@@ -211,6 +211,11 @@ async def test_the_official_client_raises_its_own_errors(
             await stranger.messages.create(model=CHAT_MODEL, messages=HELLO, max_tokens=1)
 
 
+async def test_the_official_client_lists_the_models(claude: anthropic.AsyncAnthropic) -> None:
+    names = [model.id async for model in claude.models.list()]
+    assert {CHAT_MODEL, EMBEDDING_MODEL, "gpt-4o-mini"} == set(names)
+
+
 async def test_neighbours_of_one_role_are_one_turn(claude: anthropic.AsyncAnthropic) -> None:
     apart: Any = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     joined: Any = [{"role": "user", "content": "a\n\nb"}]

@@ -80,7 +80,7 @@ def test_the_refusal_lists_what_is_served() -> None:
 
 
 @pytest.mark.parametrize("version", MESSAGES_API)
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/models"])
 def test_the_messages_api_has_versions_of_its_own(path: str, version: str) -> None:
     assert version_asked(None, version, path) == CURRENT
     assert version_asked(FIRST, version, path) == FIRST
