@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway import proxy_errors
 from gateway.folders import private_folder
 from grid import heap
 from grid.config import Config
@@ -56,7 +57,7 @@ ON_HEAD = {"node:__internal_head__": 0.001}
 WRAPPER = """\
 #!/bin/sh
 # Starts HAProxy without its `prometheus` and `stats` listeners, which would be open on all interfaces.
-# What they tell is read from the admin socket.
+# What they tell is read from the admin socket. Its own error pages become the grid's errors.
 config=
 previous=
 for argument in "$@"; do
@@ -64,8 +65,12 @@ for argument in "$@"; do
   previous=$argument
 done
 if [ -n "$config" ]; then
-  awk '/^[a-z]/ {{ skip = ($0 == "frontend prometheus" || $0 == "listen stats") }} !skip' "$config" \
-    > "$config.closed" && mv "$config.closed" "$config" || exit 1
+  awk -v errors={errors} '
+    /^[a-z]/ {{ skip = ($0 == "frontend prometheus" || $0 == "listen stats") }}
+    skip || $1 == "errorfile" || $1 == "http-error" || $1 == "unique-id-format" {{ next }}
+    {{ print }}
+    $1 == "defaults" {{ while ((getline line < errors) > 0) print line }}
+  ' "$config" > "$config.closed" && mv "$config.closed" "$config" || exit 1
 fi
 exec {binary} "$@"
 """
@@ -79,7 +84,9 @@ def serve_environment(config: Config, folder: Path) -> dict[str, str]:
     """
     private_folder(folder)
     wrapper = folder / "haproxy"
-    wrapper.write_text(WRAPPER.format(binary=shlex.quote(haproxy_binary())))
+    errors = folder / "errors.cfg"
+    errors.write_text(proxy_errors.rules())
+    wrapper.write_text(WRAPPER.format(binary=shlex.quote(haproxy_binary()), errors=shlex.quote(str(errors))))
     wrapper.chmod(0o700)
     gateway = config.gateway
     descriptor_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

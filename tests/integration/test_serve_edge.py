@@ -102,7 +102,7 @@ def test_a_folder_whose_name_is_too_long_for_sockets_is_refused(config: Config, 
 
 
 def test_the_wrapper_quotes_what_it_starts() -> None:
-    assert WRAPPER.format(binary="'/a b/haproxy'").rstrip().endswith("exec '/a b/haproxy' \"$@\"")
+    assert WRAPPER.format(binary="'/a b/haproxy'", errors="e").rstrip().endswith("exec '/a b/haproxy' \"$@\"")
 
 
 def test_connections_fit_the_descriptors(config: Config) -> None:
