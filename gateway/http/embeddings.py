@@ -15,10 +15,10 @@ from gateway.http.call import Call
 from gateway.http.data_sources import embedding_model, known_dimension
 from gateway.http.exchange import JSON, unless_client_leaves
 from gateway.knowledge.embedder import BATCH_TEXTS, EmbedOrder
+from gateway.observe.story import RunStory
 from gateway.pipeline.contract import MAX_DIMENSION, Name, Part, clean_text, parse
 from gateway.trust.residency import check_marks
-from grid.errors import InvalidRequest, NotFound
-from grid.words import Usage
+from grid.errors import GridError, InvalidRequest, NotFound
 
 MAX_TEXTS = 2_048
 """Of one call, what OpenAI's clients know: some seconds of a CPU unit's work, in batches of its own."""
@@ -80,9 +80,35 @@ async def _answer(call: Call, request: EmbeddingsRequest) -> None:
         check_length(request.dimensions, model, known)
     texts = tuple(map(clean_text, request.input))
     check_marks(call.residency, texts)
-    deadline_s = asyncio.get_running_loop().time() + config.gateway.default_deadline_s
+    noted = call.story.run(model)
+    try:
+        rows = await _rows(call, request.dimensions, model, texts, noted)
+    except GridError as error:
+        noted.fail(error)
+        raise
+    noted.finished = True
+    tokens = noted.usage.input_tokens
+    encode = _base64 if request.encoding_format == "base64" else _same
+    payload = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": encode(row)}
+            for index, row in enumerate(rows)
+        ],
+        "model": request.model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    answer = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    await call.exchange.start(200, [JSON, (b"content-length", b"%d" % len(answer))])
+    await call.exchange.finish(answer)
+
+
+async def _rows(
+    call: Call, dimensions: int | None, model: str, texts: tuple[str, ...], noted: RunStory
+) -> list[npt.NDArray[np.float32]]:
+    """Embed `texts` batch by batch, so that a long call leaves room between its batches for others."""
+    deadline_s = asyncio.get_running_loop().time() + call.services.config.gateway.default_deadline_s
     rows: list[npt.NDArray[np.float32]] = []
-    used = Usage()
     for start in range(0, len(texts), BATCH_TEXTS):
         embedded = await call.services.embedder.embed(
             EmbedOrder(
@@ -93,24 +119,13 @@ async def _answer(call: Call, request: EmbeddingsRequest) -> None:
                 texts=texts[start : start + BATCH_TEXTS],
                 allowed_regions=call.residency.allowed_regions,
                 deadline_s=deadline_s,
+                noted=noted,
             )
         )
-        check_length(request.dimensions, model, embedded.vectors.shape[1])
+        noted.embedded(embedded.usage)
+        check_length(dimensions, model, embedded.vectors.shape[1])
         rows += list(embedded.vectors)
-        used += embedded.usage
-    encode = _base64 if request.encoding_format == "base64" else _same
-    payload = {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": encode(row)}
-            for index, row in enumerate(rows)
-        ],
-        "model": request.model,
-        "usage": {"prompt_tokens": used.input_tokens, "total_tokens": used.input_tokens},
-    }
-    answer = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-    await call.exchange.start(200, [JSON, (b"content-length", b"%d" % len(answer))])
-    await call.exchange.finish(answer)
+    return rows
 
 
 def check_length(asked: int | None, model: str, length: int) -> None:

@@ -74,6 +74,10 @@ class RunStory:
         usage = timing.usage
         self._charge(usage if timing.type == "generation" else Usage(cu_seconds=usage.cu_seconds))
 
+    def embedded(self, usage: Usage) -> None:
+        """Texts have become vectors that the caller asked for; their tokens count as read."""
+        self._charge(usage)
+
     def left(self, usage: Usage) -> None:
         """The client has left in the middle of a step; it pays for what was generated."""
         self._charge(usage)

@@ -158,6 +158,16 @@ async def test_a_pipeline_answers_messages_with_its_prompt_and_documents(
     assert small.model == bare
 
 
+async def test_the_last_step_of_a_pipeline_answers(cell: LocalCell, claude: anthropic.AsyncAnthropic) -> None:
+    before = {"type": "generation", "id": "draft", "model": CHAT_MODEL, "max_output_tokens": 7}
+    chained = await pipeline(cell, before, max_output_tokens=9)
+    async with claude.messages.stream(model=chained, messages=HELLO, max_tokens=4) as stream:
+        answer = await stream.get_final_message()
+    assert answer.stop_reason == "max_tokens"
+    assert answer.usage.output_tokens == 7 + 4, "what the earlier step wrote was work as well"
+    assert text_of(answer).count("[simulated]") == 1
+
+
 TURN: dict[str, Any] = {"role": "user", "content": "x"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools"),
@@ -307,6 +317,20 @@ async def test_what_is_not_embedded(cell: LocalCell, change: dict[str, Any], sta
         answer = await client.post("/v1/embeddings", json={"model": EMBEDDING_MODEL, "input": "x", **change})
     shapes.OpenAIErrorEnvelope.model_validate(answer.json())
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+async def test_what_was_embedded_is_in_the_usage(cell: LocalCell) -> None:
+    key = await cell.tenant("embeds")
+    async with cell.client(key) as client:
+        texts = ["one two three"] * 40
+        answer = await client.post("/v1/embeddings", json={"model": EMBEDDING_MODEL, "input": texts})
+        assert answer.json()["usage"]["total_tokens"] == 120
+        async with asyncio.timeout(10):
+            while True:
+                total = (await client.get("/v1/usage")).json()["total"]
+                if total["calls"]:
+                    break
+    assert (total["calls"], total["input_tokens"], total["output_tokens"]) == (1, 120, 0)
 
 
 async def test_embedding_leaves_no_reservation_behind(cell: LocalCell, gpt: openai.AsyncOpenAI) -> None:

@@ -132,7 +132,7 @@ async def broken(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> N
     else:
         assert answer.status_code == 503
         # One that was accepted, but had no text yet, says what it took.
-        truth.saw("failed", answer.json()["error"].get("usage"))
+        truth.saw("failed", answer.json()["error"]["details"].get("usage"))
 
 
 class Taps:
