@@ -67,6 +67,7 @@ async def tailored(cell: LocalCell) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(FEW_S + 60 if not EXAMPLES else MANY_S + 120)
 async def test_the_cell_answers_as_its_document_says(tmp_path: Path) -> None:
     async with local_cell(cell_config(tmp_path / "cell")) as cell:
