@@ -18,7 +18,7 @@ from gateway.http.chat import ChatRequest
 from gateway.http.data_sources import NewDataSource, NewDocuments
 from gateway.http.documented import REF, STATUSES, body, ref
 from gateway.http.embeddings import EmbeddingsRequest
-from gateway.http.errors import OVERLOADED
+from gateway.http.errors import ANTHROPIC, GRID, OPENAI, OVERLOADED, Ecosystem, ecosystem_at
 from gateway.http.exchange import MAX_CLIENT_ID_CHARS
 from gateway.http.messages import CountRequest, MessagesRequest
 from gateway.http.operations import NewKey
@@ -79,13 +79,11 @@ ANSWERED: tuple[type[BaseModel], ...] = (
     shapes.TokenEvent,
     shapes.DoneEvent,
 )
-TOLD: tuple[tuple[str, type[BaseModel]], ...] = (
-    (MESSAGES_PREFIX, shapes.AnthropicErrorEnvelope),
-    ("/v1/chat/", shapes.OpenAIErrorEnvelope),
-    ("/v1/embeddings", shapes.OpenAIErrorEnvelope),
-    ("/v1/models", shapes.OpenAIErrorEnvelope),
-)
-"""Envelopes by the beginning of a path; every other route has the grid's own."""
+TOLD: dict[Ecosystem, type[BaseModel]] = {
+    GRID: shapes.ErrorEnvelope,
+    OPENAI: shapes.OpenAIErrorEnvelope,
+    ANTHROPIC: shapes.AnthropicErrorEnvelope,
+}
 ANY = (400, 401, 403, 500, 503)
 """A header that can't be taken, the key, residency, a fault of the cell, a store or gateway that is away."""
 WITH_BODY = (408, 413)
@@ -245,14 +243,14 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         headers["grid-version-served"] = {"$ref": "#/components/headers/versionServed"}
         headers["deprecation"] = {"$ref": "#/components/headers/deprecation"}
         operation.setdefault("parameters", []).extend(_parameters(path, method))
-        told = next((model for prefix, model in TOLD if path.startswith(prefix)), shapes.ErrorEnvelope)
+        ecosystem = ecosystem_at(path)
         for status in (*ANY, *(WITH_BODY if "requestBody" in operation else ())):
-            if path.startswith(MESSAGES_PREFIX) and status == 503:
-                status = OVERLOADED
-            responses.setdefault(str(status), _refusal(status, told))
+            shown = OVERLOADED if ecosystem is ANTHROPIC and status == 503 else status
+            responses.setdefault(str(shown), _refusal(shown, TOLD[ecosystem]))
     for status, response in responses.items():
         own = {"retry-after": {"$ref": "#/components/headers/retryAfter"}}
-        response["headers"] = {**headers, **(own if status in ("429", "503", "529") else {})}
+        known = own if status in ("429", "503", "529") else {}
+        response["headers"] = {**headers, **known, **response.get("headers", {})}
         if method == "head":
             response.pop("content", None)
     operation["responses"] = dict(sorted(responses.items()))
@@ -272,12 +270,11 @@ def _refusal(status: int, told: type[BaseModel]) -> dict[str, Any]:
 
 
 def _hot(route: HotRoute) -> dict[str, Any]:
-    told = next((model for prefix, model in TOLD if route.path.startswith(prefix)), shapes.ErrorEnvelope)
+    ecosystem = ecosystem_at(route.path)
     content: dict[str, Any] = {"application/json": {"schema": ref(route.answer)}}
     if route.events:
         content["text/event-stream"] = {"schema": SSE}
-    overloaded = route.path.startswith(MESSAGES_PREFIX)
-    statuses = [OVERLOADED if overloaded and status == 429 else status for status in RUNNING]
+    statuses = [OVERLOADED if ecosystem is ANTHROPIC and status == 429 else status for status in RUNNING]
     named = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     return {
         "tags": [route.tag],
@@ -290,6 +287,6 @@ def _hot(route: HotRoute) -> dict[str, Any]:
         **body(route.request),
         "responses": {
             "200": {"description": route.events or "The answer.", "content": content},
-            **{str(status): _refusal(status, told) for status in statuses},
+            **{str(status): _refusal(status, TOLD[ecosystem]) for status in statuses},
         },
     }

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from gateway.http import anthropic, embeddings, openai, pipelines
 from gateway.http.call import CALL, EXCHANGE, Call
 from gateway.http.cold import build_cold_app
-from gateway.http.errors import ANTHROPIC, GRID, OPENAI, MethodNotAllowed, unexpected
+from gateway.http.errors import ANTHROPIC, GRID, MethodNotAllowed, ecosystem_at, unexpected
 from gateway.http.exchange import Exchange, Message, Receive, Scope, Send, client_request_id
 from gateway.http.pace import Pace
 from gateway.http.versions import (
@@ -25,7 +25,6 @@ from gateway.http.versions import (
     ALIAS,
     CURRENT,
     HEADER,
-    MESSAGES_PREFIX,
     ecosystem_of,
     served_headers,
     version_asked,
@@ -44,7 +43,6 @@ REQUEST_ID = "zerogrid.request_id"
 """Scope key: the id that a middleware in front already made."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 """What answers without a key: nothing there belongs to a tenant."""
-OPENAI_PREFIXES = ("/v1/chat/", "/v1/embeddings", "/v1/models")
 INVOKE_PREFIX, INVOKE_SUFFIX = "/v1/pipelines/", "/invoke"
 INVOKE_ROUTE = "/v1/pipelines/{pipeline_id}/invoke"
 FULL_RETRY_AFTER_S = 1.0
@@ -109,10 +107,8 @@ class GatewayApp:
             given = exchange.header(b"x-request-id")
         if echo := client_request_id(given):
             exchange.extra_headers.append((b"x-client-request-id", echo.encode()))
-        if exchange.path.startswith(OPENAI_PREFIXES):
-            exchange.ecosystem = OPENAI
-        elif exchange.path.startswith(MESSAGES_PREFIX):
-            exchange.ecosystem = ANTHROPIC
+        exchange.ecosystem = ecosystem_at(exchange.path)
+        if exchange.ecosystem is ANTHROPIC:
             exchange.extra_headers.append((b"request-id", exchange.request_id.encode()))
         scope[EXCHANGE] = exchange
         story = Story(exchange.request_id, time.monotonic(), time.time())

@@ -150,6 +150,18 @@ def _status(error: GridError) -> int:
 GRID = Ecosystem(_status, envelope)
 OPENAI = Ecosystem(_status, openai_envelope)
 ANTHROPIC = Ecosystem(anthropic_status, anthropic_envelope)
+COMPATIBLE = {
+    "/v1/chat/": OPENAI,
+    "/v1/embeddings": OPENAI,
+    "/v1/models": OPENAI,
+    "/v1/messages": ANTHROPIC,
+}
+"""By the beginning of a path; every other route is the grid's own."""
+
+
+def ecosystem_at(path: str) -> Ecosystem:
+    """Return whose clients call `path`."""
+    return next((found for prefix, found in COMPATIBLE.items() if path.startswith(prefix)), GRID)
 
 
 def error_headers(error: GridError) -> list[tuple[bytes, bytes]]:
