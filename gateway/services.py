@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from gateway.state import open_redis
 from gateway.trust.keyfiles import read_secret, secret_path
 from gateway.trust.tenants import Tenants
 from grid.config import Config
+from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.wire.link import LinkPool
 from grid.words import UnitState, new_id
 from placement.client import PlacementClient
@@ -55,6 +57,7 @@ class Services:
     counter: Counter
     embedder: Embedder
     """For texts that callers want the vectors of, on the links for bulk."""
+    tracer: ExportingTracer | None
 
     async def not_ready(self) -> list[str]:
         """Return why the cell can't serve its models now; nothing when it can."""
@@ -84,6 +87,8 @@ class Services:
         await self.links.close()
         await self.placement.close()
         await self.redis.aclose()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
 
 async def build_services(config: Config, *, resolve_placement: Resolve, resolve_vectors: Resolve) -> Services:
@@ -119,6 +124,7 @@ async def build_services(config: Config, *, resolve_placement: Resolve, resolve_
         figures=Figures(redis),
         counter=Counter(placement=placement, links=links),
         embedder=Embedder(placement=placement, links=bulk_links),
+        tracer=open_tracer(config.tracing, "gateway", peer_id),
     )
     try:
         await placement.start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
@@ -101,6 +101,24 @@ class Vectors(Section):
     qdrant_api_key_file: str = ""
 
 
+class Tracing(Section):
+    endpoint: str = ""
+    """Base address of an OTLP collector; empty: nothing is traced."""
+    protocol: Literal["http", "grpc"] = "http"
+    sample: float = Field(1.0, ge=0, le=1)
+    """Share of the requests to trace; a request that brings a trace context of its own says so itself."""
+    content: bool = False
+    """Prompts and answers are written into the traces."""
+    headers_file: str = ""
+    """A file of `name: value` lines for the collector; what they hold is never written here."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Tracing:
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint {self.endpoint!r} should begin with http:// or https://")
+        return self
+
+
 DEFAULT_MODELS = (
     Model(
         name="smollm2-135m-instruct",
@@ -135,6 +153,7 @@ class Config(Section):
     ray: Ray = Ray()
     redis: Redis = Redis()
     vectors: Vectors = Vectors()
+    tracing: Tracing = Tracing()
 
     @model_validator(mode="after")
     def _unambiguous(self) -> Config:

@@ -152,6 +152,8 @@ class PlacementRequest(NamedTuple):
     """Decide; reserve nothing."""
     explain: bool = False
     """List every candidate and every rejection, also in a refusal: `placement.decide.MAX_LISTED` of each."""
+    traceparent: str = ""
+    """W3C trace context; empty where the request is not traced."""
 
     @property
     def reservation_id(self) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from grid.config import Config
 from grid.errors import Forbidden, GridError, InternalError, NotFound
+from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.wire.link import LinkServer, Peer
 from grid.wire.messages import (
     Announce,
@@ -31,6 +32,7 @@ from grid.wire.messages import (
     Watch,
     WireMessage,
 )
+from placement import traces
 from placement.decide import decide
 from placement.fleet import Rules, View
 from placement.freshness import TICK_S
@@ -90,6 +92,7 @@ class PlacementActor:
         self._counts: Counter[str] = Counter()
         self._decide_us: deque[float] = deque(maxlen=DECIDE_SAMPLES)
         self._mass_stale = False
+        self._tracer: ExportingTracer | None = None
         self._server: LinkServer | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._address: asyncio.Task[tuple[str, int]] | None = None
@@ -121,6 +124,7 @@ class PlacementActor:
         self._server = LinkServer(
             role="placement", peer_id=self._config.cell.name, secret=secret, handler=self
         )
+        self._tracer = open_tracer(self._config.tracing, "placement", self._config.cell.name)
         address = await self._server.start(*self._listen_on)
         self._ticker = asyncio.create_task(self._tick_loop())
         return address
@@ -134,6 +138,8 @@ class PlacementActor:
                 await self._ticker
         if self._server is not None:
             await self._server.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def stats(self) -> dict[str, Any]:
         """Return counts and percentiles as plain values; no request's content is among them."""
@@ -206,6 +212,8 @@ class PlacementActor:
         began_ns = time.perf_counter_ns()
         decision = decide(request, self._view, now_s, self._rng)
         spent_us = (time.perf_counter_ns() - began_ns) / 1e3
+        if request.traceparent and self._tracer is not None:
+            traces.record(self._tracer, request, decision, now_s, spent_us)
         if not request.dry_run:
             self._view.reserve(request, decision.chosen.unit_id, peer.link_id, now_s)
         self._decide_us.append(spent_us)

@@ -30,6 +30,7 @@ from gateway.http.versions import (
     version_asked,
 )
 from gateway.observe.story import CLIENT_LEFT, Story
+from gateway.http.traced import traced
 from gateway.services import Services
 from gateway.trust.residency import HEADER as RESIDENCY_HEADER
 from gateway.trust.residency import Residency, parse_rule
@@ -111,6 +112,13 @@ class GatewayApp:
         if exchange.ecosystem is ANTHROPIC:
             exchange.extra_headers.append((b"request-id", exchange.request_id.encode()))
         scope[EXCHANGE] = exchange
+        tracer = self._services.tracer if self._services is not None else None
+        if tracer is None:
+            await self._answer(exchange)
+        else:
+            await traced(tracer, exchange, self._answer)
+
+    async def _answer(self, exchange: Exchange) -> None:
         story = Story(exchange.request_id, time.monotonic(), time.time())
         error: GridError | None = None
         try:

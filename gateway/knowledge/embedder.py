@@ -7,6 +7,7 @@ a bounded number of times and within the same deadline.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,9 @@ import numpy.typing as npt
 from gateway.knowledge.splitting import estimate_pieces
 from gateway.observe.story import RunStory
 from gateway.pipeline.events import StepPlacement
+from gateway.tracing import PROVIDER, span, traceparent
 from grid.errors import DeadlineExceeded, GridError, InternalError, Interrupted, Saturated, UnitLost
+from grid.tracing.spans import Attributes, Kind
 from grid.wire.link import LinkPool
 from grid.wire.messages import Embed, Vectors
 from grid.words import Decision, PlacementRequest, Task, Usage
@@ -83,16 +86,18 @@ class Embedder:
         failed: list[str] = []
         placement_ms = 0.0
         while True:
-            started_s = loop.time()
-            decision = await self._placement.place(
-                embed_request(order, len(failed) + 1, tuple(failed), _left(order, started_s)),
-                _left(order, started_s),
-            )
-            placement_ms += (loop.time() - started_s) * 1000
+            left_s = _left(order, loop.time())
+            # Not the loop's time, which uvloop gives in whole milliseconds.
+            started_s = time.monotonic()
+            with span("place", Kind.CLIENT):
+                request = embed_request(order, len(failed) + 1, tuple(failed), left_s)
+                decision = await self._placement.place(request, left_s)
+            placement_ms += (time.monotonic() - started_s) * 1000
             if order.noted is not None:
                 order.noted.decided(order.step_id, decision)
             try:
-                reply, embed_ms = await self._call(order, decision)
+                with span(f"embeddings {order.model}", Kind.CLIENT, _attributes(order, decision)):
+                    reply, embed_ms = await self._call(order, decision)
             except (UnitLost, Saturated):
                 failed.append(decision.chosen.unit_id)
                 if len(failed) == MAX_ATTEMPTS:
@@ -104,7 +109,7 @@ class Embedder:
 
     async def _call(self, order: EmbedOrder, decision: Decision) -> tuple[Vectors, float]:
         loop = asyncio.get_running_loop()
-        started_s = loop.time()
+        started_s = time.monotonic()
         outcome, input_tokens = "cancelled", 0
         try:
             link = await self._links.get(decision.chosen.host, decision.chosen.port)
@@ -117,13 +122,14 @@ class Embedder:
                     decision.model,
                     order.texts,
                     left_s * 1000,
+                    traceparent(),
                 ),
                 left_s,
             )
             if not isinstance(reply, Vectors):
                 raise InternalError(f"an embedding unit answered with {type(reply).__name__}")
             outcome, input_tokens = "done", reply.input_tokens
-            return reply, (loop.time() - started_s) * 1000
+            return reply, (time.monotonic() - started_s) * 1000
         except GridError as error:
             # Only a fault of the unit's own counts against its health, never what it was right to refuse.
             outcome = "failed" if isinstance(error, Interrupted | InternalError) else "refused"
@@ -135,7 +141,7 @@ class Embedder:
                 decision.reservation_id,
                 outcome,
                 input_tokens=input_tokens,
-                total_ms=(loop.time() - started_s) * 1000,
+                total_ms=(time.monotonic() - started_s) * 1000,
             )
 
 
@@ -176,6 +182,17 @@ def embed_request(
         allowed_regions=order.allowed_regions,
         exclude_units=exclude,
         deadline_ms=left_s * 1000,
+        traceparent=traceparent(),
+    )
+
+
+def _attributes(order: EmbedOrder, decision: Decision) -> Attributes:
+    return (
+        PROVIDER,
+        ("gen_ai.operation.name", "embeddings"),
+        ("gen_ai.request.model", order.model),
+        ("gen_ai.response.model", decision.model),
+        ("zerogrid.unit", decision.chosen.unit_id),
     )
 
 

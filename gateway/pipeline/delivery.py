@@ -28,7 +28,9 @@ from gateway.pipeline.events import (
     StepTiming,
 )
 from gateway.pipeline.plan import GenerationPlan, Plan, estimated_tokens
-from grid.errors import GridError
+from gateway.pipeline.spans import GenerationEnd, generation_span
+from grid.errors import Cancelled, GridError
+from grid.tracing.spans import Kind
 from grid.wire.link import Link, LinkStream
 from grid.wire.messages import Cancel, Done, Submit, WireMessage
 from grid.words import Decision, Usage
@@ -102,6 +104,7 @@ class Delivery:
         """Of those offered, once a unit has accepted."""
         self._sent: list[str] = []
         self._events: list[RunEvent] = []
+        self._span = generation_span(plan, generation)
 
     async def events(self) -> list[RunEvent]:
         """Wait for at least one event and return all there are; empty after the last.
@@ -125,6 +128,7 @@ class Delivery:
         """Nobody listens any more. Does nothing after the last event."""
         if self._session.phase is not se.Phase.ENDED:
             self._noted.left(self._session.usage)
+            self._end_span(time.monotonic(), self._session.usage, error=Cancelled.code)
         self._handle(se.ClientGone())
         self._close_stream()
         self._alarm.cancel()
@@ -136,19 +140,26 @@ class Delivery:
         session = self._session
         self._close_stream()
         prompt_tokens = self._generation.placement.prompt_tokens
+        span = None if self._span is None else self._span.child()
         request = self._generation.placement._replace(
             attempt=session.attempt,
             prompt_tokens=prompt_tokens + sum(estimated_tokens(text) for text in self._documents),
             exclude_units=session.excluded,
             deadline_ms=left_s * 1000,
+            traceparent="" if span is None else span.traceparent,
         )
         began_s = time.monotonic()
         try:
             decision = await self._placement.place(request, min(left_s, PLACE_WAIT_S))
         except GridError as error:
+            if span is not None:
+                span.end("place", began_s, time.monotonic(), kind=Kind.CLIENT, error=error.code)
             self._handle(se.NotPlaced(error))
             return
-        self._placing_s += time.monotonic() - began_s
+        placed_s = time.monotonic()
+        self._placing_s += placed_s - began_s
+        if span is not None:
+            span.end("place", began_s, placed_s, kind=Kind.CLIENT)
         self._decision = decision
         self._noted.decided(self._generation.step_id, decision)
         self._handle(se.Placed(decision.reservation_id, decision.chosen.unit_id))
@@ -174,6 +185,7 @@ class Delivery:
                 sampling=sampling,
                 tenant_salt=self._plan.tenant.salt,
                 deadline_ms=max(self._before.deadline_s - time.monotonic(), 0.0) * 1000,
+                traceparent="" if self._span is None else self._span.traceparent,
             )
         )
 
@@ -241,12 +253,14 @@ class Delivery:
     def _finish(self, effect: se.Finish, now_s: float) -> None:
         assert self._decision is not None
         before, timing = self._before, self._timing(effect.usage, effect.figures, now_s)
+        ttft_ms = (effect.first_token_s - before.started_s) * 1000
         self._noted.step(timing)
+        self._end_span(now_s, effect.usage, finish_reason=effect.finish_reason, ttft_ms=ttft_ms)
         self._events.append(
             Finished(
                 finish_reason=effect.finish_reason,
                 usage=before.usage + effect.usage,
-                ttft_ms=(effect.first_token_s - before.started_s) * 1000,
+                ttft_ms=ttft_ms,
                 total_ms=(now_s - before.started_s) * 1000,
                 timing=(*before.timing, timing),
                 placement=(*before.placement, step_placement(timing.step_id, self._decision)),
@@ -267,8 +281,18 @@ class Delivery:
             usage=usage,
         )
 
+    def _end_span(
+        self, now_s: float, usage: Usage, *, finish_reason: str = "", ttft_ms: float = 0.0, error: str = ""
+    ) -> None:
+        """Once: whatever ends a generation first has the word."""
+        span, self._span = self._span, None
+        if span is not None:
+            end = GenerationEnd(self._decision, usage, finish_reason, ttft_ms, error, "".join(self._sent))
+            span.end(self._began_s, now_s, end)
+
     def _fail(self, effect: se.Fail, now_s: float) -> None:
         self._noted.step(self._timing(effect.usage, None, now_s), effect.error)
+        self._end_span(now_s, effect.usage, error=effect.error.code)
         if not self._begun:
             raise effect.error
         usage = self._before.usage + effect.usage

@@ -20,6 +20,7 @@ from grid.engines.base import EmbeddingEngine, Engine, EngineFacts, Generation, 
 from grid.engines.registry import build_engine
 from grid.errors import InternalError, UnitLost
 from grid.hardware import catalogue
+from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.units import events as ev
 from grid.units import machine
 from grid.units.server import UnitServer
@@ -87,6 +88,7 @@ class UnitActor:
             model, config.cell.state_dir / "models", gpu=catalogue.find(site.gpu or CPU_CORES)
         )
         self._server: UnitServer | None = None
+        self._tracer: ExportingTracer | None = None
         self._placement: Reconnecting | None = None
         self._loops: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
@@ -100,7 +102,8 @@ class UnitActor:
         await asyncio.wait_for(self._canary(facts), CANARY_LIMIT_S)
         secret = (self._config.cell.state_dir / "secrets" / "link.key").read_bytes()
         unit = Unit(card(self._model, self._unit_id, facts, self._site))
-        self._server = UnitServer(unit, self._engine, secret=secret, died=self._died)
+        self._tracer = open_tracer(self._config.tracing, "unit", self._unit_id)
+        self._server = UnitServer(unit, self._engine, secret=secret, died=self._died, tracer=self._tracer)
         host, port = await self._server.start(self._site.host)
         unit.card = unit.card._replace(host=host, port=port)
         self._placement = Reconnecting(
@@ -149,6 +152,8 @@ class UnitActor:
         if self._server is not None:
             await self._server.close()
         await self._engine.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         self._reason = self._reason or "stopped"
         self._ended.set()
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from grid.engines.base import Generation, Prepared, Step
 from grid.errors import GridError
+from grid.units.job import Times
 from grid.wire.messages import Embed, Submit, WireMessage
 from grid.words import Message
 
@@ -150,10 +151,17 @@ class Drop(NamedTuple):
     message: str
 
 
+class Traced(NamedTuple):
+    """A request that carries a trace context has ended."""
+
+    times: Times
+    error_code: str
+
+
 class Died(NamedTuple):
     """The unit can't serve any more; its process should end and be replaced."""
 
     reason: str
 
 
-Effect = Prepare | Generate | Encode | Abort | Send | Drop | Died
+Effect = Prepare | Generate | Encode | Abort | Send | Drop | Traced | Died

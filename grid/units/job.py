@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from grid.engines.base import Generation, Prepared, Step
 from grid.errors import GridError
@@ -31,6 +32,7 @@ class Job:
     """Never reused in a unit's life."""
     peer: int
     request: Submit | Embed
+    arrived_s: float
     accepted_s: float
     deadline_s: float = math.inf
     phase: Phase = Phase.PREPARING
@@ -72,6 +74,30 @@ class Job:
         return Tokens(submit.stream, submit.attempt, first_index, step.ids, step.text)
 
 
+class Times(NamedTuple):
+    """When a request came and how far it got; a stretch it never reached begins and ends at `ended_s`."""
+
+    request: Submit | Embed
+    arrived_s: float
+    accepted_s: float
+    started_s: float
+    first_step_s: float
+    ended_s: float
+
+
+def times_of(job: Job, now_s: float) -> Times:
+    # Until its prompt is there, a generation is not accepted.
+    preparing = isinstance(job.request, Submit) and job.prompt is None
+    return Times(
+        job.request,
+        job.arrived_s,
+        now_s if preparing else job.accepted_s,
+        min(job.started_s, now_s),
+        min(job.first_step_s, now_s),
+        now_s,
+    )
+
+
 def attempt_key(submit: Submit) -> AttemptKey:
     return (submit.request_id, submit.reservation_id, submit.attempt)
 
@@ -109,8 +135,7 @@ def accepted_frame(job: Job, fingerprint: str) -> Accepted:
 
 def done_frame(job: Job, reason: str, cu_factor: float, now_s: float) -> Done:
     submit, prompt = _accepted(job)
-    started_s = min(job.started_s, now_s)
-    first_s = min(job.first_step_s, now_s)
+    times = times_of(job, now_s)
     return Done(
         stream=submit.stream,
         attempt=submit.attempt,
@@ -119,9 +144,9 @@ def done_frame(job: Job, reason: str, cu_factor: float, now_s: float) -> Done:
         cached_tokens=job.cached_tokens,
         output_tokens=job.produced,
         cu_seconds=job.step_seconds * cu_factor,
-        queue_ms=(started_s - job.accepted_s) * 1000,
-        prefill_ms=(first_s - started_s) * 1000,
-        decode_ms=(now_s - first_s) * 1000,
+        queue_ms=(times.started_s - times.accepted_s) * 1000,
+        prefill_ms=(times.first_step_s - times.started_s) * 1000,
+        decode_ms=(times.ended_s - times.first_step_s) * 1000,
     )
 
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from grid.engines.base import EmbeddingEngine, Engine, Running, Step
+from grid.tracing.tracer import Tracer
 from grid.units import events as ev
+from grid.units import traces
 from grid.units.counting import Counting, as_grid_error
 from grid.units.outbox import Outbox
 from grid.units.unit import Unit
@@ -38,11 +40,13 @@ class UnitServer:
         secret: bytes,
         died: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         self.unit = unit
         self._engine = engine
         self._died = died
         self._clock = clock
+        self._tracer = tracer
         self._server = LinkServer(role="unit", peer_id=unit.card.unit_id, secret=secret, handler=self)
         self._peers: dict[int, Peer] = {}
         self._outboxes: dict[int, Outbox] = {}
@@ -131,6 +135,9 @@ class UnitServer:
                 self._abort(job)
             case ev.Drop(link_id, code, text):
                 self._drop(link_id, code, text)
+            case ev.Traced(times, error_code):
+                if self._tracer is not None:
+                    traces.record(self._tracer, times, self.unit.card, error_code)
             case ev.Died(reason):
                 self._died(reason)
 

@@ -42,6 +42,7 @@ from grid.units.job import (
     done_frame,
     failed_frame,
     generation,
+    times_of,
 )
 from grid.units.pace import Pace
 from grid.wire.messages import Embed, Progress, Refused, Submit, Vectors
@@ -216,7 +217,7 @@ class Unit:
         effects: list[ev.Effect] = []
         for job in [job for job in self._by_stream.values() if job.peer == event.peer]:
             self.counters.cancelled += 1
-            effects += self._end(job, now_s)
+            effects += self._end(job, now_s, error_code=Cancelled.code)
         return effects
 
     # --- events from the engine -------------------------------------------------------------
@@ -354,7 +355,7 @@ class Unit:
 
     def _admit(self, peer: int, request: Submit | Embed, now_s: float) -> Job:
         self._last_number += 1
-        job = Job(self._last_number, peer, request, accepted_s=now_s)
+        job = Job(self._last_number, peer, request, arrived_s=now_s, accepted_s=now_s)
         self._jobs[job.number] = job
         self._by_stream[peer, request.stream] = job
         self._phases[Phase.PREPARING] += 1
@@ -434,10 +435,17 @@ class Unit:
         else:
             self.counters.failed += 1
             end = ev.Send(job.peer, failed_frame(job, error, self.card.cu_factor))
-        return [end, *self._end(job, now_s, engine_finished=engine_finished)]
+        ending = self._end(job, now_s, engine_finished=engine_finished, error_code=error.code)
+        return [end, *ending]
 
-    def _end(self, job: Job, now_s: float, *, engine_finished: bool = False) -> list[ev.Effect]:
+    def _end(
+        self, job: Job, now_s: float, *, engine_finished: bool = False, error_code: str = ""
+    ) -> list[ev.Effect]:
         """Forget the stream; its slot is free now if the engine is done with it, else when it says so."""
+        freeing = self._let_go(job, now_s, engine_finished)
+        return [ev.Traced(times_of(job, now_s), error_code), *freeing] if job.request.traceparent else freeing
+
+    def _let_go(self, job: Job, now_s: float, engine_finished: bool) -> list[ev.Effect]:
         del self._by_stream[job.peer, job.request.stream]
         self._forget_attempt(job)
         phase = job.phase

@@ -153,7 +153,7 @@ class Submit(NamedTuple):
     emitted_code_points: int = 0
     prompt_hash: bytes = b""
     traceparent: str = ""
-    """W3C trace context."""
+    """W3C trace context; empty where the request is not traced."""
 
 
 class Accepted(NamedTuple):

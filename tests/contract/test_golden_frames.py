@@ -140,6 +140,7 @@ REQUEST = PlacementRequest(
     deadline_ms=30_000.0,
     dry_run=True,
     explain=True,
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 )
 DECISION = Decision(
     reservation_id="req_1/answer/1",

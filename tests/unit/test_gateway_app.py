@@ -122,6 +122,7 @@ def services(runner: ScriptedRunner, **parts: Any) -> Services:
             registry=parts.get("registry", OnePipeline()),
             runner=runner,
             recorder=parts.get("recorder", Recorder()),
+            tracer=None,
             close=close,
         ),
     )

@@ -1,0 +1,36 @@
+"""W3C trace context: the `traceparent` of a request, read and written. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+TRACE_ID_BYTES, SPAN_ID_BYTES = 16, 8
+SAMPLED = 1
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+class TraceContext(NamedTuple):
+    """A place in a trace: spans are put under `span_id`."""
+
+    trace_id: bytes
+    span_id: bytes
+    sampled: bool = True
+
+
+def parse_traceparent(text: str) -> TraceContext | None:
+    """Return the context in a `traceparent`; None where there is none, or it is not one (it is then as if it
+    had not been sent, as the standard asks)."""
+    form = _FORM.fullmatch(text)
+    if form is None:
+        return None
+    version, trace_id, span_id, flags, more = form.groups()
+    if version == "ff" or (version == "00" and more):
+        return None
+    context = TraceContext(bytes.fromhex(trace_id), bytes.fromhex(span_id), bool(int(flags, 16) & SAMPLED))
+    return context if any(context.trace_id) and any(context.span_id) else None
+
+
+def traceparent(trace_id: bytes, span_id: bytes) -> str:
+    """Return the `traceparent` of a sampled span."""
+    return f"00-{trace_id.hex()}-{span_id.hex()}-01"

@@ -1,0 +1,158 @@
+"""Sends spans to a collector by OTLP, from a thread of its own; nothing here ever makes a request wait.
+
+The queue is bounded: what a slow or absent collector leaves no room for is dropped, counted, and said in the
+log once in a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib.metadata import version
+
+from grid.config import Tracing
+from grid.errors import InvalidRequest
+from grid.tracing.otlp import Encoder
+from grid.tracing.spans import Span
+from grid.tracing.tracer import Tracer
+from grid.tracing.transport import SendFailed, Transport, open_transport
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_SPANS = 8192
+"""Seconds of a busy replica's spans, a few MB: a collector's restart is bridged, an outage is not."""
+BATCH_SPANS = 512
+"""About 100 KB before compression, a few ms of encoding: short enough not to hold a token up."""
+PERIOD_S = 1.0
+"""How late a span of a quiet cell may be seen."""
+TRIES = 3
+FIRST_BACKOFF_S = 0.5
+CLOSE_TIMEOUT_S = 3.0
+"""How long a process that ends waits for its last spans to leave."""
+COMPLAINT_PERIOD_S = 60.0
+
+
+class Exporter:
+    """Call `put` from any thread; `close` sends what is left."""
+
+    def __init__(
+        self, transport: Transport, encoder: Encoder, *, sleep: Callable[[float], bool] | None = None
+    ) -> None:
+        self.sent = 0
+        self._overflowed = 0
+        self._failed = 0
+        self._transport = transport
+        self._encoder = encoder
+        self._queue: deque[Span] = deque()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._sleep = sleep or self._closing.wait
+        self._complained_s = -COMPLAINT_PERIOD_S
+        self._thread = threading.Thread(target=self._run, name="tracing", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Spans that found no room or that the collector did not take."""
+        return self._overflowed + self._failed
+
+    def put(self, span: Span) -> None:
+        waiting = len(self._queue)
+        if waiting >= MAX_QUEUED_SPANS:
+            self._overflowed += 1
+            return
+        self._queue.append(span)
+        if waiting + 1 == BATCH_SPANS:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Send what is left, within CLOSE_TIMEOUT_S. Idempotent."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._wake.wait(PERIOD_S)
+                self._wake.clear()
+                while self._queue:
+                    self._send(self._batch())
+        finally:
+            self._transport.close()
+
+    def _batch(self) -> list[Span]:
+        return [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_SPANS))]
+
+    def _send(self, spans: list[Span]) -> None:
+        body = self._encoder.request(spans, time.time_ns() - time.monotonic_ns())
+        for attempt in range(TRIES):
+            try:
+                self._transport.send(body)
+            except SendFailed as error:
+                if error.retryable and attempt + 1 < TRIES and not self._sleep(FIRST_BACKOFF_S * 2**attempt):
+                    continue
+                self._failed += len(spans)
+                self._complain(error)
+            else:
+                self.sent += len(spans)
+            return
+
+    def _complain(self, error: SendFailed) -> None:
+        now_s = time.monotonic()
+        if now_s - self._complained_s >= COMPLAINT_PERIOD_S:
+            self._complained_s = now_s
+            log.warning("tracing: %s; %d spans dropped so far (tracing.endpoint)", error, self.dropped)
+
+
+class ExportingTracer(Tracer):
+    """A tracer that owns its exporter."""
+
+    def __init__(self, settings: Tracing, exporter: Exporter) -> None:
+        super().__init__(exporter.put, sample=settings.sample, content=settings.content, rng=random.Random())
+        self.exporter = exporter
+
+    def close(self) -> None:
+        self.exporter.close()
+
+
+def open_tracer(settings: Tracing, service: str, instance: str) -> ExportingTracer | None:
+    """Return the tracer of a process; None where tracing is off. `service` is what the process is to the cell
+    (`gateway`, `placement`, `unit`). Raises InvalidRequest for a headers file that can't be used."""
+    if not settings.endpoint:
+        return None
+    encoder = Encoder(
+        {
+            "service.namespace": "zerogrid",
+            "service.name": f"zerogrid-{service}",
+            "service.instance.id": instance,
+            "service.version": version("zerogrid"),
+        },
+        "zerogrid",
+        version("zerogrid"),
+    )
+    return ExportingTracer(settings, Exporter(open_transport(settings, headers_in(settings)), encoder))
+
+
+def headers_in(settings: Tracing) -> dict[str, str]:
+    """Return the headers in `tracing.headers_file`, one `name: value` a line."""
+    if not settings.headers_file:
+        return {}
+    try:
+        with open(settings.headers_file, encoding="utf-8") as file:
+            lines = [line.strip() for line in file if line.strip()]
+    except OSError as error:
+        raise InvalidRequest(
+            f"tracing.headers_file: {settings.headers_file} can't be read: {error.strerror}",
+            param="tracing.headers_file",
+        ) from None
+    pairs = [line.partition(":") for line in lines]
+    if not all(name.strip() and colon for name, colon, _ in pairs):
+        raise InvalidRequest(
+            "tracing.headers_file: each line should be `name: value`", param="tracing.headers_file"
+        )
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,95 @@
+"""Decides what is traced and makes spans. Chance is an argument; times come from whoever measured them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from grid.tracing.context import SPAN_ID_BYTES, TRACE_ID_BYTES, TraceContext, parse_traceparent, traceparent
+from grid.tracing.spans import Attributes, Kind, Span
+
+_RATIO_BITS = 64
+
+
+class Tracer:
+    """The spans of one process, handed to `sink` when they end. `sample` is the share of requests without a
+    caller's own context that are traced; `content` tells whether prompts and answers may be written down."""
+
+    def __init__(
+        self, sink: Callable[[Span], None], *, sample: float, content: bool, rng: random.Random
+    ) -> None:
+        self.content = content
+        self._sink = sink
+        self._threshold = int(sample * 2**_RATIO_BITS)
+        self._random_bytes = rng.randbytes
+
+    def request(self, given: str) -> Branch | None:
+        """Return the first span of a request that came with `given` as its `traceparent`, or with none ("").
+
+        None if the request is not to be traced: a caller that traces decides that for its own requests.
+        """
+        caller = parse_traceparent(given)
+        if caller is not None:
+            return self._branch(caller) if caller.sampled else None
+        trace_id = self._random_bytes(TRACE_ID_BYTES)
+        if int.from_bytes(trace_id[TRACE_ID_BYTES - _RATIO_BITS // 8 :], "big") >= self._threshold:
+            return None
+        return self._branch(TraceContext(trace_id, b""))
+
+    def under(self, given: str) -> Branch | None:
+        """Return a span under the context that a peer of the cell sent; None if it sent none."""
+        context = parse_traceparent(given) if given else None
+        return None if context is None else self._branch(context)
+
+    def _branch(self, parent: TraceContext) -> Branch:
+        return Branch(self, parent.trace_id, self._random_bytes(SPAN_ID_BYTES), parent.span_id)
+
+    def child_of(self, branch: Branch) -> Branch:
+        return Branch(self, branch.trace_id, self._random_bytes(SPAN_ID_BYTES), branch.span_id)
+
+    def record(self, span: Span) -> None:
+        self._sink(span)
+
+
+class Branch:
+    """A span that has not ended: others come under it, here and (by its `traceparent`) in other processes."""
+
+    __slots__ = ("parent_id", "span_id", "trace_id", "tracer")
+
+    def __init__(self, tracer: Tracer, trace_id: bytes, span_id: bytes, parent_id: bytes) -> None:
+        self.tracer = tracer
+        self.trace_id = trace_id
+        self.span_id = span_id
+        self.parent_id = parent_id
+
+    @property
+    def traceparent(self) -> str:
+        return traceparent(self.trace_id, self.span_id)
+
+    def child(self) -> Branch:
+        return self.tracer.child_of(self)
+
+    def end(
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        attributes: Attributes = (),
+        *,
+        kind: Kind = Kind.INTERNAL,
+        error: str = "",
+    ) -> None:
+        """End the span; call it once. `error` says in a few words what failed."""
+        self.tracer.record(
+            Span(
+                self.trace_id,
+                self.span_id,
+                self.parent_id,
+                name,
+                kind,
+                start_s,
+                end_s,
+                attributes,
+                error,
+            )
+        )

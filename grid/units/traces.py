@@ -1,0 +1,55 @@
+"""What a unit tells of a request that was traced: one span for the stream, one for each of its stretches.
+
+The stretches have the times that `Done` reports, so a trace and a response never disagree.
+"""
+
+from __future__ import annotations
+
+from grid.tracing.spans import Attributes, Kind
+from grid.tracing.tracer import Tracer
+from grid.units.job import Times
+from grid.wire.messages import Submit
+from grid.words import UnitCard
+
+
+def record(tracer: Tracer, times: Times, card: UnitCard, error_code: str) -> None:
+    """Record the spans of one ended request; stretches that it never reached are left out."""
+    request = times.request
+    whole = tracer.under(request.traceparent)
+    if whole is None:
+        return
+    if isinstance(request, Submit):
+        operation = "generate"
+        stretches = (
+            ("tokenize", times.arrived_s, times.accepted_s),
+            ("queue", times.accepted_s, times.started_s),
+            ("prefill", times.started_s, times.first_step_s),
+            ("decode", times.first_step_s, times.ended_s),
+        )
+    else:
+        operation = "embed"
+        stretches = (
+            ("queue", times.accepted_s, times.started_s),
+            ("encode", times.started_s, times.ended_s),
+        )
+    for name, start_s, end_s in stretches:
+        if start_s < times.ended_s or not error_code:
+            whole.child().end(name, start_s, end_s)
+    whole.end(
+        f"{operation} {request.model}",
+        times.arrived_s,
+        times.ended_s,
+        attributes(card, request.model, error_code),
+        kind=Kind.SERVER,
+        error=error_code,
+    )
+
+
+def attributes(card: UnitCard, model: str, error_code: str) -> Attributes:
+    known: Attributes = (
+        ("gen_ai.request.model", model),
+        ("zerogrid.unit", card.unit_id),
+        ("zerogrid.region", card.region),
+        ("zerogrid.gpu_type", card.gpu_type),
+    )
+    return (*known, ("error.type", error_code)) if error_code else known

@@ -1,0 +1,28 @@
+"""What placement tells of a decision for a request that is traced."""
+
+from __future__ import annotations
+
+from grid.tracing.spans import Kind
+from grid.tracing.tracer import Tracer
+from grid.words import Decision, PlacementRequest
+
+
+def record(
+    tracer: Tracer, request: PlacementRequest, decision: Decision, began_s: float, spent_us: float
+) -> None:
+    span = tracer.under(request.traceparent)
+    if span is None:
+        return
+    chosen = decision.chosen
+    span.end(
+        f"decide {decision.model}",
+        began_s,
+        began_s + spent_us / 1e6,
+        (
+            ("zerogrid.unit", chosen.unit_id),
+            ("zerogrid.region", chosen.region),
+            ("zerogrid.predicted_ttft_ms", chosen.ttft_ms),
+            ("zerogrid.rejected", sum(count for _, count in decision.rejected_by_code)),
+        ),
+        kind=Kind.SERVER,
+    )

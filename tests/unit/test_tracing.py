@@ -1,0 +1,271 @@
+"""Traces without a cell: contexts, sampling, encoding, and an exporter whose collector misbehaves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.collector import Collector, collecting, decoded
+
+from grid.config import Tracing, parse
+from grid.errors import InvalidRequest
+from grid.tracing import exporter as exporting
+from grid.tracing.context import parse_traceparent
+from grid.tracing.exporter import Exporter, ExportingTracer, open_tracer
+from grid.tracing.otlp import KEPT_ITEMS, Encoder
+from grid.tracing.spans import Kind, Span
+from grid.tracing.tracer import Tracer
+from grid.tracing.transport import GRPC_METHOD, SendFailed
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def span(name: str = "s", **fields: object) -> Span:
+    made = Span(b"t" * 16, b"s" * 8, b"p" * 8, name, Kind.CLIENT, 1.0, 2.5)
+    return made._replace(**fields)
+
+
+# --- contexts and sampling ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sampled"),
+    [
+        (f"00-{TRACE}-{PARENT}-01", True),
+        (f"00-{TRACE}-{PARENT}-00", False),
+        (f"00-{TRACE}-{PARENT}-03", True),
+        (f"cc-{TRACE}-{PARENT}-01-what-comes-later", True),
+        (f"00-{TRACE}-{PARENT}-01-more", None),
+        (f"ff-{TRACE}-{PARENT}-01", None),
+        (f"00-{'0' * 32}-{PARENT}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE.upper()}-{PARENT}-01", None),
+        ("", None),
+        ("00-zz", None),
+    ],
+)
+def test_traceparent_is_read_as_the_standard_says(text: str, sampled: bool | None) -> None:
+    context = parse_traceparent(text)
+    assert (None if context is None else context.sampled) == sampled
+
+
+def tracer(spans: list[Span], sample: float = 1.0) -> Tracer:
+    return Tracer(spans.append, sample=sample, content=False, rng=random.Random(7))
+
+
+def test_a_branch_continues_the_callers_trace_and_travels() -> None:
+    spans: list[Span] = []
+    whole = tracer(spans).request(f"00-{TRACE}-{PARENT}-01")
+    assert whole is not None
+    inner = tracer(spans).under(whole.child().traceparent)
+    assert inner is not None
+    inner.end("inner", 1.0, 2.0)
+    whole.end("whole", 0.0, 3.0)
+    assert {found.trace_id.hex() for found in spans} == {TRACE}
+    assert spans[1].parent_id.hex() == PARENT
+    assert spans[0].parent_id not in (b"", spans[1].span_id)
+
+
+def test_a_caller_that_does_not_sample_is_not_traced_whatever_the_share() -> None:
+    assert tracer([], sample=1.0).request(f"00-{TRACE}-{PARENT}-00") is None
+    assert tracer([], sample=0.0).request(f"00-{TRACE}-{PARENT}-01") is not None
+    assert tracer([]).under("") is None
+
+
+@pytest.mark.parametrize(("sample", "least", "most"), [(0.0, 0, 0), (0.25, 200, 300), (1.0, 1000, 1000)])
+def test_the_share_of_requests_is_kept(sample: float, least: int, most: int) -> None:
+    source = tracer([], sample)
+    assert least <= sum(source.request("") is not None for _ in range(1000)) <= most
+
+
+# --- encoding -------------------------------------------------------------------------------
+
+VALUES = (
+    st.text(max_size=200)
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.lists(st.text(max_size=9), max_size=3).map(tuple)
+)
+SPANS = st.builds(
+    Span,
+    trace_id=st.binary(min_size=16, max_size=16),
+    span_id=st.binary(min_size=8, max_size=8),
+    parent_id=st.just(b"") | st.binary(min_size=8, max_size=8),
+    name=st.text(max_size=300),
+    kind=st.sampled_from(Kind),
+    start_s=st.floats(0, 1e6),
+    end_s=st.floats(0, 1e6),
+    attributes=st.dictionaries(st.text(max_size=9), VALUES, max_size=4).map(lambda d: tuple(d.items())),
+    error=st.text(max_size=9),
+)
+
+
+@given(st.lists(SPANS, max_size=5), st.integers(0, 2**61))
+def test_the_official_classes_read_what_was_encoded(spans: list[Span], offset_ns: int) -> None:
+    encoder = Encoder({"service.name": "zerogrid-test"}, "zerogrid", "1")
+    for _ in range(2):  # the second time from what is remembered
+        for given_span, seen in zip(spans, decoded(encoder.request(spans, offset_ns)), strict=True):
+            assert seen.service == "zerogrid-test"
+            assert seen.trace_id == given_span.trace_id.hex()
+            assert seen.parent_id == given_span.parent_id.hex()
+            assert (seen.name, seen.kind) == (given_span.name, given_span.kind)
+            assert seen.start_ns == int(given_span.start_s * 1e9) + offset_ns
+            assert seen.end_ns == int(given_span.end_s * 1e9) + offset_ns
+            wanted = {k: list(v) if isinstance(v, tuple) else v for k, v in given_span.attributes}
+            assert seen.attributes == wanted
+            assert seen.error == given_span.error
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    encoder = Encoder({"service.name": "x"}, "zerogrid", "1")
+    for number in range(KEPT_ITEMS + 10):
+        encoder.request([span(str(number))], 0)
+    encoder.request([span(attributes=(("long", "x" * 10_000),))], 0)
+    assert len(encoder._kept) < KEPT_ITEMS
+    assert ("long", "x" * 10_000) not in encoder._kept
+
+
+# --- exporting ------------------------------------------------------------------------------
+
+
+class Refusing:
+    """A transport that fails as it is told to, then takes everything."""
+
+    def __init__(self, *failures: SendFailed) -> None:
+        self.failures = list(failures)
+        self.taken: list[str] = []
+
+    def send(self, body: bytes) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.taken += [seen.name for seen in decoded(body)]
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def exporter(transport: Refusing) -> Exporter:
+    return Exporter(transport, Encoder({"service.name": "x"}, "zerogrid", "1"), sleep=lambda _seconds: False)
+
+
+AWAY = SendFailed("away", retryable=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "sent", "dropped"),
+    [
+        ([], 1, 0),
+        ([AWAY, AWAY], 1, 0),
+        ([AWAY, AWAY, AWAY], 0, 1),
+        ([SendFailed("wrong key", retryable=False)], 0, 1),
+    ],
+)
+def test_a_batch_is_tried_a_few_times(failures: list[SendFailed], sent: int, dropped: int) -> None:
+    sender = exporter(Refusing(*failures))
+    sender.put(span())
+    sender.close()
+    assert (sender.sent, sender.dropped) == (sent, dropped)
+
+
+def test_a_full_queue_drops_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "MAX_QUEUED_SPANS", 2)
+    monkeypatch.setattr(exporting, "PERIOD_S", 60.0)
+    transport = Refusing()
+    sender = exporter(transport)
+    for name in "abc":
+        sender.put(span(name))
+    sender.close()
+    assert (transport.taken, sender.dropped) == (["a", "b"], 1)
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+def one_span(source: ExportingTracer | None) -> None:
+    assert source is not None
+    branch = source.request("")
+    assert branch is not None
+    branch.end("hello", 0.0, 1.0)
+    source.close()
+
+
+def test_http_goes_to_the_path_of_the_standard_with_the_operators_headers(
+    collector: Collector, tmp_path: object
+) -> None:
+    headers = f"{tmp_path}/headers"
+    with open(headers, "w") as file:
+        file.write("X-Team: grid\n\nauthorization: Bearer a:b\n")
+    collector.answers = [503]
+    one_span(open_tracer(Tracing(endpoint=collector.endpoint + "/", headers_file=headers), "gateway", "g1"))
+    # The failed try waits for the collector, but a process that ends does not.
+    assert [seen["path"] for seen in collector.headers] == ["/v1/traces"]
+    assert collector.headers[0]["x-team"] == "grid"
+    assert collector.headers[0]["authorization"] == "Bearer a:b"
+    one_span(open_tracer(Tracing(endpoint=collector.endpoint), "gateway", "g1"))
+    assert [(seen.service, seen.name) for seen in collector.spans] == [("zerogrid-gateway", "hello")]
+
+
+def test_grpc_reaches_the_trace_service() -> None:
+    taken: list[str] = []
+
+    def export(body: bytes, _context: grpc.ServicerContext) -> bytes:
+        taken.extend(seen.name for seen in decoded(body))
+        return b""
+
+    service, method = GRPC_METHOD[1:].split("/")
+    handler = grpc.method_handlers_generic_handler(
+        service, {method: grpc.unary_unary_rpc_method_handler(export)}
+    )
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        one_span(open_tracer(Tracing(endpoint=f"http://127.0.0.1:{port}", protocol="grpc"), "unit", "u"))
+    finally:
+        server.stop(None).wait()
+    assert taken == ["hello"]
+
+
+# --- configuration --------------------------------------------------------------------------
+
+
+def test_without_an_endpoint_there_is_no_tracer() -> None:
+    assert open_tracer(Tracing(), "gateway", "g") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "tracing: {endpoint: 'localhost:4318'}",
+            "tracing: endpoint 'localhost:4318' should begin with http",
+        ),
+        ("tracing: {sample: 2}", "tracing.sample: 2 was given"),
+        ("tracing: {protocol: udp}", "tracing.protocol"),
+    ],
+)
+def test_mistakes_are_named(text: str, says: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse(text, "grid.yaml")
+    assert says in raised.value.message
+
+
+@pytest.mark.parametrize(("content", "says"), [(None, "can't be read"), ("nonsense\n", "name: value")])
+def test_a_headers_file_that_cannot_be_used_is_named(
+    tmp_path: object, content: str | None, says: str
+) -> None:
+    path = f"{tmp_path}/headers"
+    if content is not None:
+        with open(path, "w") as file:
+            file.write(content)
+    with pytest.raises(InvalidRequest, match=r"tracing\.headers_file") as raised:
+        open_tracer(Tracing(endpoint="http://127.0.0.1:1", headers_file=path), "gateway", "g")
+    assert says in raised.value.message
