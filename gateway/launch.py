@@ -26,9 +26,9 @@ import psutil
 
 from gateway.folders import private_folder, short_folder
 from gateway.processes import end, is_alive, pss_bytes, tail
+from gateway.proxy import check_tls, serve_environment
 from gateway.ray_head import Head, on_loopback, start
 from gateway.redis_server import EmbeddedRedis
-from gateway.replica import serve_environment
 from gateway.trust.keyfiles import read_or_make_secret, secret_path
 from grid.config import Config
 from grid.errors import Conflict, GridError, InternalError, InvalidRequest
@@ -123,6 +123,8 @@ def up(config: Config, *, wait: bool = True, progress: Progress = lambda _line: 
             )
         _sweep(paths)
         _require_free_port(config)
+        if config.gateway.tls is not None:
+            check_tls(config.gateway.tls)
         _prepare_folders(paths)
         redis: EmbeddedRedis | None = None
         try:
@@ -140,7 +142,7 @@ def up(config: Config, *, wait: bool = True, progress: Progress = lambda _line: 
             info = CellInfo(
                 name=config.cell.name,
                 region=config.cell.region,
-                base_url=f"http://{_url_host(config.gateway.host)}:{config.gateway.port}",
+                base_url=_base_url(config),
                 dashboard_url=head.dashboard_url,
                 state_dir=str(paths.root),
                 operator_key=outcome.get("operator_key"),
@@ -156,6 +158,12 @@ def up(config: Config, *, wait: bool = True, progress: Progress = lambda _line: 
             _sweep(paths)
             raise
     return info
+
+
+def _base_url(config: Config) -> str:
+    gateway = config.gateway
+    scheme = "http" if gateway.tls is None else "https"
+    return f"{scheme}://{_url_host(gateway.host)}:{gateway.port}"
 
 
 def _prepare_folders(paths: Paths) -> None:

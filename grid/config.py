@@ -30,6 +30,13 @@ class Cell(Section):
     """Everything that outlives `grid down`: secrets, Redis' file, vectors, prepared models, logs."""
 
 
+class Tls(Section):
+    certificate: Annotated[Path, AfterValidator(_absolute)]
+    """PEM: the server's certificate, then those that lead to its authority."""
+    key: Annotated[Path, AfterValidator(_absolute)]
+    """PEM, not encrypted, readable by its owner only."""
+
+
 class Gateway(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
@@ -40,6 +47,8 @@ class Gateway(Section):
     default_deadline_s: float = Field(300.0, gt=0, le=3600)
     drain_s: float = Field(30.0, ge=0)
     """How long SIGTERM lets running streams finish."""
+    tls: Tls | None = None
+    """Absent: plain HTTP."""
 
 
 class Placement(Section):

@@ -33,11 +33,13 @@ TRIES = 3
 FIRST_BACKOFF_S = 0.5
 CLOSE_TIMEOUT_S = 3.0
 """How long a process that ends waits for its last spans to leave."""
+CLOCK_READINGS = 5
+CLOCK_STEP_NS = 10_000_000
 COMPLAINT_PERIOD_S = 60.0
 
 
 class Exporter:
-    """Call `put` from any thread; `close` sends what is left."""
+    """`put` is for one thread; `close` sends what is left."""
 
     def __init__(
         self, transport: Transport, encoder: Encoder, *, sleep: Callable[[float], bool] | None = None
@@ -47,7 +49,8 @@ class Exporter:
         self._failed = 0
         self._transport = transport
         self._encoder = encoder
-        self._queue: deque[Span] = deque()
+        self._offset_ns = wall_offset_ns()
+        self._queue: deque[bytes] = deque()
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._sleep = sleep or self._closing.wait
@@ -65,7 +68,9 @@ class Exporter:
         if waiting >= MAX_QUEUED_SPANS:
             self._overflowed += 1
             return
-        self._queue.append(span)
+        # Encoded here and not in the thread, which would keep the event loop waiting for the interpreter's
+        # lock, milliseconds at a time; and bytes are nothing that the garbage collector has to look at.
+        self._queue.append(self._encoder.span(span, self._offset_ns))
         if waiting + 1 == BATCH_SPANS:
             self._wake.set()
 
@@ -80,16 +85,24 @@ class Exporter:
             while not self._closing.is_set():
                 self._wake.wait(PERIOD_S)
                 self._wake.clear()
+                self._follow_the_clock()
                 while self._queue:
                     self._send(self._batch())
         finally:
             self._transport.close()
 
-    def _batch(self) -> list[Span]:
+    def _follow_the_clock(self) -> None:
+        """Take a clock that was set. A smaller change is how exactly two clocks can be read, and would only
+        move the spans of one trace against each other."""
+        offset_ns = wall_offset_ns()
+        if abs(offset_ns - self._offset_ns) > CLOCK_STEP_NS:
+            self._offset_ns = offset_ns
+
+    def _batch(self) -> list[bytes]:
         return [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_SPANS))]
 
-    def _send(self, spans: list[Span]) -> None:
-        body = self._encoder.request(spans, time.time_ns() - time.monotonic_ns())
+    def _send(self, spans: list[bytes]) -> None:
+        body = self._encoder.request(spans)
         for attempt in range(TRIES):
             try:
                 self._transport.send(body)
@@ -107,6 +120,17 @@ class Exporter:
         if now_s - self._complained_s >= COMPLAINT_PERIOD_S:
             self._complained_s = now_s
             log.warning("tracing: %s; %d spans dropped so far (tracing.endpoint)", error, self.dropped)
+
+
+def wall_offset_ns() -> int:
+    """Return what turns monotonic into wall time, from the closest of a few readings."""
+    readings = []
+    for _ in range(CLOCK_READINGS):
+        before_ns = time.monotonic_ns()
+        wall_ns = time.time_ns()
+        after_ns = time.monotonic_ns()
+        readings.append((after_ns - before_ns, wall_ns - (before_ns + after_ns) // 2))
+    return min(readings)[1]
 
 
 class ExportingTracer(Tracer):

@@ -15,12 +15,15 @@ from grid.tracing.spans import Attribute, Span, Value
 
 KEPT_ITEMS = 4096
 """Names and attributes whose bytes are remembered: models, units, regions and routes of a cell, many times
-over; what passes it (ids of requests are seen once) makes it begin again."""
-KEPT_CHARS = 64
-"""Longer values are texts, which do not come again."""
+over. What passes it makes it begin again."""
+FRESH = frozenset({"zerogrid.request_id", "gen_ai.response.id", "zerogrid.ttft_ms"})
+"""Attributes whose values come once."""
+KEPT_BYTES = 120
+"""Longer attributes are texts, which do not come again."""
 
 _NS = 1_000_000_000
-_TIMES = struct.Struct("<BBBQBQ")
+_ROOT = struct.Struct("<2s16s2s8sBBBQBQ")
+_CHILD = struct.Struct("<2s16s2s8s2s8sBBBQBQ")
 _DOUBLE = struct.Struct("<Bd")
 _STATUS_ERROR = b"\x18\x02"
 
@@ -35,25 +38,21 @@ class Encoder:
         self._scope = _field(b"\x0a", _text(b"\x0a", scope) + _text(b"\x12", version))
         self._kept: dict[str | Attribute, bytes] = {}
 
-    def request(self, spans: Iterable[Span], wall_offset_ns: int) -> bytes:
-        """Return an ExportTraceServiceRequest; `wall_offset_ns` turns the monotonic times into wall time."""
-        encoded = b"".join([self._span(span, wall_offset_ns) for span in spans])
-        return _field(b"\x0a", self._resource + _field(b"\x12", self._scope + encoded))
+    def request(self, spans: Iterable[bytes]) -> bytes:
+        """Return an ExportTraceServiceRequest of encoded spans."""
+        return _field(b"\x0a", self._resource + _field(b"\x12", self._scope + b"".join(spans)))
 
-    def _span(self, span: Span, offset_ns: int) -> bytes:
-        kept = self._kept
+    def span(self, span: Span, wall_offset_ns: int) -> bytes:
+        """Return one span; `wall_offset_ns` turns its monotonic times into wall time."""
+        start_ns, end_ns = int(span.start_s * _NS) + wall_offset_ns, int(span.end_s * _NS) + wall_offset_ns
+        times = (0x30, span.kind, 0x39, start_ns, 0x41, end_ns)
+        ids = (b"\x0a\x10", span.trace_id, b"\x12\x08", span.span_id)
+        parent_id, kept, keep = span.parent_id, self._kept, self._keep
         parts = [
-            b"\x0a\x10", span.trace_id, b"\x12\x08", span.span_id,
-            kept.get(span.name) or self._keep(span.name),
-            _TIMES.pack(
-                0x30, span.kind,
-                0x39, int(span.start_s * _NS) + offset_ns,
-                0x41, int(span.end_s * _NS) + offset_ns,
-            ),
-        ]  # fmt: skip
-        if span.parent_id:
-            parts += (b"\x22\x08", span.parent_id)
-        parts += [kept.get(item) or self._keep(item) for item in span.attributes]
+            _CHILD.pack(*ids, b"\x22\x08", parent_id, *times) if parent_id else _ROOT.pack(*ids, *times),
+            kept.get(span.name) or keep(span.name),
+        ]
+        parts += [kept.get(item) or keep(item) for item in span.attributes]
         if span.error:
             parts.append(_field(b"\x7a", _text(b"\x12", span.error) + _STATUS_ERROR))
         return _field(b"\x12", b"".join(parts))
@@ -63,9 +62,10 @@ class Encoder:
         if isinstance(item, str):
             encoded = _text(b"\x2a", item)
         else:
-            encoded = _field(b"\x4a", _pair(*item))
-            value = item[1]
-            if isinstance(value, float) or (isinstance(value, str) and len(value) > KEPT_CHARS):
+            key, value = item
+            pair = _pair(key, value)
+            encoded = _field(b"\x4a", pair)
+            if key in FRESH or len(pair) > KEPT_BYTES:
                 return encoded
         if len(self._kept) >= KEPT_ITEMS:
             self._kept.clear()

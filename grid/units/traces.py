@@ -1,6 +1,7 @@
 """What a unit tells of a request that was traced: one span for the stream, one for each of its stretches.
 
-The stretches have the times that `Done` reports, so a trace and a response never disagree.
+The stretches have the times that `Done` reports, so a trace and a response never disagree. What lies before a
+generation's queue is the preparation of its prompt.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def record(tracer: Tracer, times: Times, card: UnitCard, error_code: str) -> Non
     whole = tracer.under(request.traceparent)
     if whole is None:
         return
+    stretches: tuple[tuple[str, float, float], ...]
     if isinstance(request, Submit):
         operation = "generate"
         stretches = (
-            ("tokenize", times.arrived_s, times.accepted_s),
             ("queue", times.accepted_s, times.started_s),
             ("prefill", times.started_s, times.first_step_s),
             ("decode", times.first_step_s, times.ended_s),
@@ -29,7 +30,7 @@ def record(tracer: Tracer, times: Times, card: UnitCard, error_code: str) -> Non
     else:
         operation = "embed"
         stretches = (
-            ("queue", times.accepted_s, times.started_s),
+            ("queue", times.arrived_s, times.started_s),
             ("encode", times.started_s, times.ended_s),
         )
     for name, start_s, end_s in stretches:

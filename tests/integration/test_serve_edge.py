@@ -21,14 +21,13 @@ from starlette.types import Receive, Scope, Send
 from gateway.http.app import REQUEST_ID, GatewayApp
 from gateway.http.exchange import SERVER_CANCELS
 from gateway.http.front import FrontDoor, without_repeat
-from gateway.replica import (
-    WRAPPER,
+from gateway.proxy import (
     beside,
-    build_replica_services,
     proxy_connections,
-    require_uvloop,
     serve_environment,
+    wrapper_script,
 )
+from gateway.replica import build_replica_services, require_uvloop
 from grid.config import Config
 from grid.errors import InternalError
 
@@ -102,7 +101,8 @@ def test_a_folder_whose_name_is_too_long_for_sockets_is_refused(config: Config, 
 
 
 def test_the_wrapper_quotes_what_it_starts() -> None:
-    assert WRAPPER.format(binary="'/a b/haproxy'", errors="e").rstrip().endswith("exec '/a b/haproxy' \"$@\"")
+    script = wrapper_script("/a b/haproxy", None, Path("/tmp"))
+    assert script.rstrip().endswith("exec '/a b/haproxy' \"$@\"")
 
 
 def test_connections_fit_the_descriptors(config: Config) -> None:
@@ -131,12 +131,12 @@ def test_the_application_survives_the_way_to_its_replicas(config: Config) -> Non
     assert callable(arrived)
 
 
-def test_importing_the_replica_does_not_import_ray() -> None:
+def test_the_launcher_need_not_import_ray() -> None:
     said = subprocess.run(
         [
             sys.executable,
             "-c",
-            "import sys, gateway.replica; print('ray' in sys.modules, 'fastapi' in sys.modules)",
+            "import sys, gateway.proxy; print('ray' in sys.modules, 'fastapi' in sys.modules)",
         ],
         capture_output=True,
         text=True,
