@@ -13,7 +13,10 @@ from gateway.cli.units import print_units
 from grid.errors import GridError
 
 if TYPE_CHECKING:
+    import httpx
+
     from grid import Grid
+    from grid.config import Tls
 
 Wait = Annotated[
     bool, typer.Option("--wait/--no-wait", help="Wait for the units; without, only for the gateway.")
@@ -69,9 +72,11 @@ def status(config: ConfigFile = None, key: Key = "", as_json: AsJson = False) ->
     from grid import Grid
 
     with reporting(as_json):
-        state = launch.status(configuration(config))
+        loaded = configuration(config)
+        state = launch.status(loaded)
         if state["running"]:
-            with Grid(state["base_url"], key, max_retries=0) as grid:
+            transport = _pinned(loaded.gateway.tls)
+            with Grid(state["base_url"], key, max_retries=0, transport=transport) as grid:
                 state["ready"], state["not_ready"] = _readiness(grid)
                 if key.startswith("zg-op-"):
                     state["units"] = grid.units()
@@ -86,6 +91,20 @@ def status(config: ConfigFile = None, key: Key = "", as_json: AsJson = False) ->
             if units and isinstance(units[0], dict):
                 out.print()
                 print_units(units)
+
+
+def _pinned(tls: Tls | None) -> httpx.HTTPTransport | None:
+    """Trust the very certificate that the cell of this machine was given, whatever name it is for."""
+    if tls is None:
+        return None
+    import ssl
+
+    import httpx
+
+    trusted = ssl.create_default_context(cafile=tls.certificate)
+    trusted.check_hostname = False
+    trusted.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return httpx.HTTPTransport(verify=trusted)
 
 
 def _readiness(grid: Grid) -> tuple[bool, list[str]]:

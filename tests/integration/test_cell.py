@@ -1,4 +1,4 @@
-"""A real cell as `grid up` starts it: Ray, Redis, HAProxy, replicas, units. Its units are simulated.
+"""A real cell as `grid up` starts it: Ray, Redis, HAProxy with TLS, replicas, units. Its units are simulated.
 
 The tests run in the order of the file, because a cell takes half a minute to start.
 """
@@ -22,10 +22,11 @@ import httpx
 import openai
 import psutil
 import pytest
+from support.certificates import self_signed
 
 from gateway import launch
 from grid import Grid
-from grid.config import Cell, Config, Gateway, Model, Simulated
+from grid.config import Cell, Config, Gateway, Model, Simulated, Tls
 from grid.errors import InvalidRequest, NoEligibleUnit
 from grid.runs import Retrieved, Started, Token
 
@@ -64,6 +65,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def config() -> Iterator[Config]:
     folder = Path(mkdtemp(prefix="zgt-"))
+    certificate, key = self_signed(folder)
     embedding = next(model for model in Config().models if model.engine == "embedding")
     simulated = Model(
         name=MODEL,
@@ -77,11 +79,14 @@ def config() -> Iterator[Config]:
     )
     made = Config(
         cell=Cell(name="test", region="eu-central-1", state_dir=folder),
-        gateway=Gateway(port=free_port(), drain_s=30.0),
+        gateway=Gateway(port=free_port(), drain_s=30.0, tls=Tls(certificate=certificate, key=key)),
         models=(simulated, embedding),
     )
-    yield made
-    launch.down(made)
+    with pytest.MonkeyPatch.context() as patch:
+        # What every client here trusts, as an operator's own authority is made known on a machine.
+        patch.setenv("SSL_CERT_FILE", str(certificate))
+        yield made
+        launch.down(made)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -105,6 +110,12 @@ def test_every_model_has_its_units(cell: launch.CellInfo, grid: Grid) -> None:
     assert len(cell.units) == 3
     assert {unit["unit_id"] for unit in grid.units()} == set(cell.units)
     assert {unit["region"] for unit in grid.units()} == {"eu-central-1"}
+
+
+def test_the_front_speaks_tls_and_http_2(cell: launch.CellInfo) -> None:
+    assert cell.base_url.startswith("https://")
+    with httpx.Client(base_url=cell.base_url, http2=True) as client:
+        assert client.get("/healthz").http_version == "HTTP/2"
 
 
 def test_nothing_listens_beyond_loopback(cell: launch.CellInfo, config: Config) -> None:
