@@ -111,6 +111,17 @@ class AsyncGrid:
     async def units(self) -> list[Json]:
         return await self._run(self._operations.units())
 
+    async def drain(self, unit_id: str, *, draining: bool = True, restart: bool = False) -> Json:
+        """Let a unit take no new work, or take it again (operators only); return the unit.
+
+        With `restart`, its process is replaced by a new one once it has nothing left to do.
+        """
+        return await self._run(self._operations.drain(unit_id, draining, restart))
+
+    async def metrics(self) -> Json:
+        """Return how the tenant's calls went in the last minute."""
+        return await self._run(self._operations.metrics())
+
     async def readiness(self) -> Json:
         """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
         return await self._run(self._operations.readiness())

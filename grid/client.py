@@ -124,6 +124,17 @@ class Grid:
     def units(self) -> list[Json]:
         return self._run(self._operations.units())
 
+    def drain(self, unit_id: str, *, draining: bool = True, restart: bool = False) -> Json:
+        """Let a unit take no new work, or take it again (operators only); return the unit.
+
+        With `restart`, its process is replaced by a new one once it has nothing left to do.
+        """
+        return self._run(self._operations.drain(unit_id, draining, restart))
+
+    def metrics(self) -> Json:
+        """Return how the tenant's calls went in the last minute."""
+        return self._run(self._operations.metrics())
+
     def readiness(self) -> Json:
         """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
         return self._run(self._operations.readiness())

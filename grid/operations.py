@@ -84,6 +84,14 @@ class Operations:
     def units(self) -> Operation[list[Json]]:
         return self._list("/v1/units", "units")
 
+    def drain(self, unit_id: str, draining: bool, restart: bool) -> Operation[Json]:
+        return self.call(
+            Call("POST", f"/v1/units/{_part(unit_id)}/drain", {"draining": draining, "restart": restart})
+        )
+
+    def metrics(self) -> Operation[Json]:
+        return self.call(Call("GET", "/v1/metrics"))
+
     def readiness(self) -> Operation[Json]:
         """Asked once: a cell that isn't ready is an answer."""
         answer: Json = yield Call("GET", "/readyz", answers=(503,))

@@ -32,6 +32,7 @@ from grid.wire.messages import (
     Watch,
     WireMessage,
 )
+from grid.words import FleetUnit, UnitState
 from placement import traces
 from placement.decide import decide
 from placement.fleet import Rules, View
@@ -86,6 +87,7 @@ class PlacementActor:
         # Milliseconds of wall time: a restarted actor's versions are above all that it gave out before.
         self._view = View(rules_of(config), clock(), first_version=time.time_ns() // 1_000_000)
         self._watchers: set[Peer] = set()
+        self._unit_peers: dict[str, Peer] = {}
         self._pushed_version = 0
         self._pushed_s = -PUSH_PERIOD_S
         self._push_timer: asyncio.TimerHandle | None = None
@@ -188,6 +190,8 @@ class PlacementActor:
         self._watchers.discard(peer)
         released = self._view.release_holder(peer.link_id)
         gone = self._view.leave(peer.link_id)
+        for unit_id in gone:
+            self._unit_peers.pop(unit_id, None)
         if gone or released:
             log.info(
                 "%s %s left (%s): units %s, reservations released %d",
@@ -229,9 +233,21 @@ class PlacementActor:
         self._push([peer], now_s)
 
     def _drain(self, peer: Peer, message: DrainUnit, now_s: float) -> None:
-        if not self._view.drain(message.unit_id, message.draining):
+        unit = self._unit_peers.get(message.unit_id)
+        # A drain is remembered here, also for the unit's next process; a restart is that process's alone.
+        known = unit is not None if message.restart else self._view.drain(message.unit_id, message.draining)
+        if not known:
             raise NotFound(f"unit {message.unit_id!r} is unknown; see `grid units`", param="unit_id")
-        log.info("unit %s: draining %s, asked by %s", message.unit_id, message.draining, peer.peer_id)
+        if unit is not None:
+            unit.send(message._replace(stream=0))
+        log.info(
+            "unit %s: draining %s, restart %s, asked by %s",
+            *(message.unit_id, message.draining, message.restart, peer.peer_id),
+        )
+        if message.stream:
+            rows = [row for row in self._view.snapshot(now_s) if row.card.unit_id == message.unit_id]
+            told = tuple(_as_asked(row, message.draining) for row in rows)
+            peer.send(Fleet(message.stream, self._view.version, told))
 
     def _announce(self, peer: Peer, message: Announce, now_s: float) -> None:
         try:
@@ -239,6 +255,7 @@ class PlacementActor:
         except GridError as error:
             log.warning("refused: %s", error.message)
             raise
+        self._unit_peers[message.card.unit_id] = peer
         log.info("unit %s joined (%s, %s)", message.card.unit_id, message.card.model, message.card.region)
 
     def _report(self, peer: Peer, message: Report, now_s: float) -> None:
@@ -288,3 +305,11 @@ class PlacementActor:
             fleet = Fleet(0, self._view.version, self._view.snapshot(now_s))
             for peer in peers:
                 peer.send(fleet)
+
+
+def _as_asked(row: FleetUnit, draining: bool) -> FleetUnit:
+    """Return a unit as its next report will show it: it has only just been asked."""
+    if row.load.state not in (UnitState.READY, UnitState.DRAINING):
+        return row
+    state = int(UnitState.DRAINING if draining else UnitState.READY)
+    return row._replace(load=row.load._replace(state=state))

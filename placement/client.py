@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from grid.errors import GridError, InternalError, Saturated, UnitLost, revive
+from grid.errors import GridError, InternalError, NotFound, Saturated, UnitLost, revive
 from grid.wire.codec import MAX_FRAME_BYTES
 from grid.wire.link import Link, LinkStream, Peer, Reconnecting
-from grid.wire.messages import Decided, Fleet, Place, Refused, Settle, Watch, WireMessage
-from grid.words import Decision, PlacementRequest
+from grid.wire.messages import Decided, DrainUnit, Fleet, Place, Refused, Settle, Watch, WireMessage
+from grid.words import Decision, FleetUnit, PlacementRequest
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,20 @@ class PlacementClient:
             link.send_lazily(
                 Settle(0, reservation_id, outcome, input_tokens, output_tokens, ttft_ms, total_ms)
             )
+
+    async def drain(
+        self, unit_id: str, *, draining: bool = True, restart: bool = False, timeout_s: float
+    ) -> FleetUnit:
+        """Let a unit take no new work, or take it again; return it as it now is.
+
+        Raises NotFound for an unknown unit, and Saturated when the actor can't be reached or doesn't answer.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        link = self._reconnecting.link or await self._wait(deadline_s)
+        reply = await link.call(lambda stream: DrainUnit(stream, unit_id, draining, restart), timeout_s)
+        if not isinstance(reply, Fleet) or not reply.units:
+            raise NotFound(f"unit {unit_id!r} is not connected now; see `grid units`", param="unit_id")
+        return reply.units[0]
 
     # --- asking -----------------------------------------------------------------------------
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import cell, keys, pipelines, sources, units
+from gateway.cli import cell, keys, pipelines, sources, top, units
 
 app = typer.Typer(
     help="Zerogrid: declare an AI pipeline and call it; the grid does the rest.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
-for command in (cell.up, cell.down, cell.status, pipelines.apply, pipelines.invoke, units.units):
+COMMANDS = (
+    cell.up,
+    cell.down,
+    cell.status,
+    pipelines.apply,
+    pipelines.invoke,
+    units.units,
+    top.top,
+    units.drain,
+)
+for command in COMMANDS:
     app.command()(command)
 app.add_typer(keys.app, name="keys")
 app.add_typer(sources.app, name="sources")

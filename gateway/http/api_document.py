@@ -21,7 +21,7 @@ from gateway.http.embeddings import EmbeddingsRequest
 from gateway.http.errors import ANTHROPIC, GRID, OPENAI, OVERLOADED, Ecosystem, ecosystem_at
 from gateway.http.exchange import MAX_CLIENT_ID_CHARS
 from gateway.http.messages import CountRequest, MessagesRequest
-from gateway.http.operations import NewKey
+from gateway.http.operations import DrainOrder, NewKey
 from gateway.http.versions import ALIAS, CURRENT, HEADER, MESSAGES_API, MESSAGES_PREFIX, VERSIONS
 from gateway.pipeline.contract import Contract, Invocation, OneShot
 
@@ -63,6 +63,7 @@ PARSED: tuple[type[BaseModel], ...] = (
     NewDataSource,
     NewDocuments,
     NewKey,
+    DrainOrder,
 )
 ANSWERED: tuple[type[BaseModel], ...] = (
     shapes.ErrorEnvelope,

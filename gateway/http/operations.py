@@ -11,11 +11,15 @@ from pydantic import Field
 
 from gateway.http.call import InCall, Json
 from gateway.http.documented import body, errors
-from gateway.http.shapes import Deleted, Health, KeyList, NewKeyView, Readiness, UnitList
+from gateway.http.shapes import Deleted, Health, KeyList, NewKeyView, Readiness, UnitList, UnitView
 from gateway.pipeline.contract import Part, parse
 from gateway.services import Services
 from gateway.trust.tenants import MAX_LABEL_CHARS
+from grid.errors import InvalidRequest
 from grid.words import FleetUnit, Precision, Task, UnitState
+
+PLACEMENT_TIMEOUT_S = 5.0
+"""The placement actor is back from a restart within it."""
 
 router = APIRouter(tags=["operations"])
 
@@ -24,6 +28,13 @@ class NewKey(Part):
     tenant_id: str = Field(min_length=1, max_length=64)
     operator: bool = False
     label: str = Field("", max_length=MAX_LABEL_CHARS)
+
+
+class DrainOrder(Part):
+    draining: bool = True
+    """False undoes it."""
+    restart: bool = False
+    """Once it has nothing left to do, its process is replaced by a new one, which takes work again."""
 
 
 @router.get("/healthz", responses={200: {"model": Health}}, openapi_extra={"security": []})
@@ -51,6 +62,23 @@ async def list_units(call: InCall) -> Json:
     fleet = call.services.placement.fleet
     units = [unit_view(unit) for unit in sorted(fleet.units, key=lambda unit: unit.card.unit_id)]
     return Json(orjson.dumps({"fleet_version": fleet.version, "units": units}))
+
+
+@router.post(
+    "/v1/units/{unit_id}/drain",
+    responses={200: {"model": UnitView}, **errors(400, 403, 404, 504)},
+    openapi_extra=body(DrainOrder),
+)
+async def drain_unit(call: InCall, unit_id: str) -> Json:
+    """Let a unit take no new work, or take it again; what runs on it ends by itself. The operator's."""
+    call.require_operator()
+    order = parse(DrainOrder, await call.body() or b"{}")
+    if order.restart and not order.draining:
+        raise InvalidRequest("restart: a unit that is not to be drained can't be restarted", param="restart")
+    unit = await call.services.placement.drain(
+        unit_id, draining=order.draining, restart=order.restart, timeout_s=PLACEMENT_TIMEOUT_S
+    )
+    return Json(orjson.dumps(unit_view(unit)))
 
 
 @router.get("/v1/keys", responses={200: {"model": KeyList}, **errors(403)})
@@ -87,13 +115,21 @@ async def revoke_key(call: InCall, key_id: str) -> Json:
     return Json(orjson.dumps({"deleted": True, "id": key_id}))
 
 
+def state_of(unit: FleetUnit) -> str:
+    """Return a unit's state for people: `drained` once a draining unit has nothing left to do."""
+    load = unit.load
+    if load.state == UnitState.DRAINING and not (load.running or load.waiting or unit.reserved):
+        return "drained"
+    return UnitState(load.state).name.lower()
+
+
 def unit_view(unit: FleetUnit) -> dict[str, Any]:
     card, load = unit.card, unit.load
     return {
         "unit_id": card.unit_id,
         "model": card.model,
         "task": Task(card.task).name.lower(),
-        "state": UnitState(load.state).name.lower(),
+        "state": state_of(unit),
         "simulated": card.simulated,
         "region": card.region,
         "node_id": card.node_id,

@@ -380,7 +380,7 @@ class UnitView(Shape):
     unit_id: str
     model: str
     task: Literal["generate", "embed"]
-    state: Literal["starting", "ready", "draining", "failed"]
+    state: Literal["starting", "ready", "draining", "drained", "failed"]
     simulated: bool
     region: str
     node_id: str

@@ -23,10 +23,11 @@ from grid.hardware import catalogue
 from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.units import events as ev
 from grid.units import machine
+from grid.units.planner import RESTART_REASON
 from grid.units.server import UnitServer
 from grid.units.unit import Unit
-from grid.wire.link import Link, Reconnecting
-from grid.wire.messages import Announce, Report
+from grid.wire.link import Link, Peer, Reconnecting
+from grid.wire.messages import Announce, DrainUnit, Report, WireMessage
 from grid.words import Message, Sampling, Task, UnitCard, UnitLoad, new_id
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class UnitActor:
         self._loops: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._reason = ""
+        self._restarting = False
 
     # --- control plane: what the supervisor calls -------------------------------------------
 
@@ -111,6 +113,7 @@ class UnitActor:
             role="unit",
             peer_id=self._unit_id,
             secret=secret,
+            handler=_Asked(self._drain_asked),
             on_connected=self._announce,
         )
         await self._placement.start()
@@ -134,6 +137,11 @@ class UnitActor:
     async def drain(self, draining: bool = True) -> None:
         """Take no new work (or, with False, take it again); what runs goes on."""
         self._ready.apply(ev.SetDraining(draining))
+        self._report()
+
+    def _drain_asked(self, message: DrainUnit) -> None:
+        self._restarting = message.draining and message.restart
+        self._ready.apply(ev.SetDraining(message.draining))
         self._report()
 
     async def ended(self) -> str:
@@ -212,6 +220,10 @@ class UnitActor:
             due_s = max(due_s + REPORT_PERIOD_S, now_s)
             await asyncio.sleep(due_s - now_s)
             self._report()
+            if self._restarting and self._ready.unit.is_idle:
+                self._reason = RESTART_REASON
+                self._ended.set()
+                return
 
     async def _check_loop(self) -> None:
         """Ask the engine every second whether it lives: an idle one has no stream that would tell."""
@@ -235,6 +247,23 @@ class UnitActor:
         self._reason = reason
         self._ended.set()
         asyncio.get_running_loop().call_later(FAREWELL_S, self._end_process, 1)
+
+
+class _Asked:
+    """The handler of the link to placement: what placement asks of the unit."""
+
+    def __init__(self, drain: Callable[[DrainUnit], None]) -> None:
+        self._drain = drain
+
+    def connected(self, peer: Peer) -> None:
+        """The unit announces itself by `on_connected`."""
+
+    def received(self, peer: Peer, message: WireMessage) -> None:
+        if isinstance(message, DrainUnit):
+            self._drain(message)
+
+    def disconnected(self, peer: Peer, reason: str) -> None:
+        """The link is dialled again by itself."""
 
 
 def card(model: Model, unit_id: str, facts: EngineFacts, site: Site) -> UnitCard:

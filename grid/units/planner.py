@@ -48,6 +48,9 @@ START_LIMIT_S = 900.0
 
 FAILURES_KEPT = 8
 
+RESTART_REASON = "restarted by an operator"
+"""Why a unit ends that was asked to: no failure, so the next one starts at once."""
+
 STARTS_AT_ONCE = {"light": 4, "gpu": 4, "gpu share": 1, "cpu": 1}
 """On one node. Light engines load in a second; whole GPUs are not shared, but the disk and RAM that weights
 come through are; engines on shares of one GPU would each measure the memory that the other is taking; an
@@ -234,7 +237,8 @@ class Planner:
 
     def _ended(self, unit_id: str, reason: str, now_s: float) -> None:
         unit = self._units.pop(unit_id, None)
-        if unit is None or unit.stage is Stage.STOPPING or unit.pool not in self._wishes:
+        asked = reason == RESTART_REASON
+        if unit is None or asked or unit.stage is Stage.STOPPING or unit.pool not in self._wishes:
             return
         served_s = now_s - unit.since_s if unit.stage is Stage.READY else 0.0
         self._failed(self._wishes[unit.pool], f"{unit_id}: {reason}", served_s, now_s)

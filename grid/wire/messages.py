@@ -123,11 +123,14 @@ class Fleet(NamedTuple):
 
 
 class DrainUnit(NamedTuple):
-    """Operator to placement: stop (or, with `draining` false, resume) sending work to a unit."""
+    """Operator to placement, and placement to the unit: take no new work (or, with `draining` false, take it
+    again). Placement answers on the stream with a `Fleet` of that one unit."""
 
     stream: int
     unit_id: str
     draining: bool = True
+    restart: bool = False
+    """Once the unit has nothing left to do its process ends, and the supervisor starts it anew."""
 
 
 # --- generation -----------------------------------------------------------------------------

@@ -184,7 +184,7 @@ EXAMPLES: tuple[WireMessage, ...] = (
     Report(stream=0, node_id="node-a", loads=(LOAD,)),
     Watch(stream=6),
     Fleet(stream=6, version=12, units=(FleetUnit(card=CARD, load=LOAD, reserved=4, sample_age_ms=55.5),)),
-    DrainUnit(stream=7, unit_id="unit-smollm2-0", draining=False),
+    DrainUnit(stream=7, unit_id="unit-smollm2-0", draining=False, restart=True),
     Submit(
         stream=8,
         request_id="req_1",

@@ -11,6 +11,7 @@ import pytest
 from support.gateway import FINISH, LISTED, RETRIEVAL, START, refusal, sse
 from typer.testing import CliRunner, Result
 
+from gateway.cli import units
 from gateway.cli.app import app
 from gateway.cli.console import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
 from grid import client
@@ -27,6 +28,15 @@ UNIT = {
     "max_running": 16,
     "waiting": 0,
     "max_waiting": 32,
+    "node_id": "node-a",
+    "kv_tokens_free": 250,
+    "kv_tokens_total": 1000,
+    "sample_age_ms": 120.0,
+}
+METRICS = {
+    "request_rate_per_second": 2.5,
+    "p99_latency_ms": 840.4,
+    "error_rate_5xx": 0.01,
 }
 SOURCE = {
     "name": "help",
@@ -112,6 +122,84 @@ def test_lists_are_tables_or_json(gateway: Gateway) -> None:
     assert json.loads(grid("keys", "list", "--json").stdout) == {"keys": [key]}
     assert "help" in grid("sources", "list").stdout
     assert json.loads(grid("sources", "show", "help", "--json").stdout) == SOURCE
+
+
+def test_top_shows_the_busiest_unit_first_and_the_totals(gateway: Gateway) -> None:
+    busy = {**UNIT, "unit_id": "unit-m-1", "running": 16, "waiting": 3, "state": "draining"}
+    gateway.routes = {
+        ("GET", "/v1/units"): httpx.Response(200, json={"units": [UNIT, busy]}),
+        ("GET", "/v1/metrics"): httpx.Response(200, json={"metrics": METRICS}),
+    }
+    shown = grid("top", "--once").stdout
+    assert "1/2 units ready   17 streams   3 waiting   KV 75%" in shown
+    assert "2.5/s   p99 840 ms   5xx 1.0%" in shown
+    assert shown.index("unit-m-1") < shown.index("unit-m-0")
+    told = json.loads(grid("top", "--json").stdout)
+    assert told["totals"] == {
+        "units": 2,
+        "ready": 1,
+        "streams": 17,
+        "waiting": 3,
+        "kv_tokens_used": 1500,
+        "kv_tokens_total": 2000,
+    }
+    assert told["metrics"] == METRICS
+
+
+def test_top_shows_a_cell_without_units(gateway: Gateway) -> None:
+    gateway.routes = {
+        ("GET", "/v1/units"): httpx.Response(200, json={"units": []}),
+        ("GET", "/v1/metrics"): httpx.Response(200, json={"metrics": {**METRICS, "p99_latency_ms": None}}),
+    }
+    assert "0/0 units ready" in grid("top").stdout, "without a terminal it shows itself once"
+
+
+@pytest.mark.parametrize("target", ["unit-m-0", "node-a"])
+def test_drain_waits_until_nothing_runs(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setattr(units, "POLL_S", 0.0)
+    states = iter(["ready", "draining", "drained"])
+    gateway.routes = {
+        ("GET", "/v1/units"): lambda _: httpx.Response(
+            200, json={"units": [{**UNIT, "state": next(states)}]}
+        ),
+        ("POST", "/v1/units/unit-m-0/drain"): httpx.Response(200, json={**UNIT, "state": "draining"}),
+    }
+    result = grid("drain", target)
+    assert result.stdout == "unit-m-0 is drained\n"
+    assert "waiting for 1 streams" in result.stderr
+    sent = next(request for request in gateway.asked if request.method == "POST")
+    assert json.loads(sent.content) == {"draining": True, "restart": False}
+
+
+def test_drain_gives_up_waiting_but_not_draining(gateway: Gateway) -> None:
+    gateway.routes = {
+        ("GET", "/v1/units"): httpx.Response(200, json={"units": [{**UNIT, "state": "draining"}]}),
+        ("POST", "/v1/units/unit-m-0/drain"): httpx.Response(200, json={**UNIT, "state": "draining"}),
+    }
+    result = grid("drain", "unit-m-0", "--timeout", "0")
+    assert result.exit_code == EXIT_FAILED
+    assert "1 streams still run" in result.stderr
+    assert grid("drain", "unit-m-0", "--no-wait").stdout == "unit-m-0 is draining\n"
+
+
+def test_drain_is_undone_and_restarts(gateway: Gateway) -> None:
+    gateway.routes = {
+        ("GET", "/v1/units"): httpx.Response(200, json={"units": [UNIT]}),
+        ("POST", "/v1/units/unit-m-0/drain"): httpx.Response(200, json=UNIT),
+    }
+    assert grid("drain", "unit-m-0", "--undo").stdout == "unit-m-0 is ready\n"
+    assert "restarts once it is idle" in grid("drain", "unit-m-0", "--restart").stdout
+    sent = [json.loads(request.content) for request in gateway.asked if request.method == "POST"]
+    assert sent == [{"draining": False, "restart": False}, {"draining": True, "restart": True}]
+    assert grid("drain", "unit-m-0", "--undo", "--restart").exit_code == EXIT_USAGE
+    assert "no unit and no node is called 'unit-x'" in grid("drain", "unit-x").stderr
+
+
+def test_the_shell_is_given_its_completions(gateway: Gateway) -> None:
+    environment = {"_GRID_COMPLETE": "complete_bash", "COMP_WORDS": "grid dr", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, [], prog_name="grid", env=environment).stdout.split() == ["drain"]
 
 
 def test_a_new_key_is_shown(gateway: Gateway) -> None:

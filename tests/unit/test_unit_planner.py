@@ -53,6 +53,13 @@ def test_starts_what_is_wanted_and_says_so() -> None:
     assert (row(made)["units"], row(made)["starting"]) == (["unit-sim-0"], 1)
 
 
+def test_a_restart_that_was_asked_for_is_no_failure() -> None:
+    made, _ = planner(model())
+    made.handle(plan.Ready("unit-sim-0"), 0.0)
+    assert starts(made.handle(plan.Ended("unit-sim-0", plan.RESTART_REASON), 1.0)) == ["unit-sim-0"]
+    assert row(made)["failures"] == []
+
+
 def test_a_unit_that_served_is_replaced_at_once_under_its_name() -> None:
     made, _ = planner(model())
     made.handle(plan.Ready("unit-sim-0"), 0.0)
