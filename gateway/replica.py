@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.proxy import DEREGISTER_S
 from grid import heap
-from grid import heap
 from grid.config import Config
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ SPARE_REQUESTS = 256
 ON_HEAD = {"node:__internal_head__": 0.001}
 """Where Redis' private socket, HAProxy and the state folder are: what needs them runs there, too."""
 
-ON_HEAD = {"node:__internal_head__": 0.001}
-"""Where Redis' private socket, HAProxy and the state folder are: what needs them runs there, too."""
 
 def build_deployment(config: Config) -> Application:
     """Return the Serve application: `config.gateway.replicas` replicas of one raw ASGI callable."""

@@ -20,6 +20,7 @@ from gateway.http.cold import build_cold_app
 from gateway.http.errors import ANTHROPIC, GRID, MethodNotAllowed, ecosystem_at, unexpected
 from gateway.http.exchange import Exchange, Message, Receive, Scope, Send, client_request_id
 from gateway.http.pace import Pace
+from gateway.http.traced import traced
 from gateway.http.versions import (
     ADAPTERS,
     ALIAS,
@@ -29,7 +30,6 @@ from gateway.http.versions import (
     served_headers,
     version_asked,
 )
-from gateway.http.traced import traced
 from gateway.observe.story import CLIENT_LEFT, Story
 from gateway.services import Services
 from gateway.trust.residency import HEADER as RESIDENCY_HEADER

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gateway.http.shapes import ErrorEnvelope
-from gateway.replica import serve_environment
+from gateway.proxy import serve_environment
 from grid.config import Config
 
 CONFIGURATION = """\
