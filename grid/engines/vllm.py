@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,10 @@ from grid.words import UNKNOWN, FinishReason, Message, Precision
 
 SHUTDOWN_S = 1.0
 """vLLM's default waits 5 s for a process that has nothing to save."""
+
+LONG_PROMPT_THREADS = 2
+"""Long prompts tokenised at once. A thread can't be stopped, so what a caller abandons runs to its end; the
+others wait their turn, and one that was abandoned meanwhile is never begun."""
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -53,6 +58,7 @@ class VLLMEngine:
         self._meter = Meter(max_running=model.max_running)
         self._adapter: ModuleType
         self._llm: Any = None
+        self._long_prompts = ThreadPoolExecutor(LONG_PROMPT_THREADS, thread_name_prefix="tokenise")
         self._tasks: set[asyncio.Task[None]] = set()
         self._prompts: PromptBuilder
         self._detokenizer: Detokenizer
@@ -106,7 +112,10 @@ class VLLMEngine:
     ) -> Prepared:
         build = self._prompts.build
         if self._prompts.is_long(messages, documents):
-            return await asyncio.to_thread(build, messages, documents, max_output_tokens)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(
+                self._long_prompts, build, messages, documents, max_output_tokens
+            )
         return build(messages, documents, max_output_tokens)
 
     def generate(self, generation: Generation, sink: Sink) -> asyncio.Task[None]:
@@ -165,6 +174,7 @@ class VLLMEngine:
             raise UnitLost(f"the engine is not healthy: {type(error).__name__}") from error
 
     async def close(self) -> None:
+        self._long_prompts.shutdown(wait=False, cancel_futures=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
