@@ -61,7 +61,6 @@ class Started:
     steps: tuple[str, ...]
     warnings: tuple[str, ...]
     input_tokens: int
-    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,6 @@ def event_of(name: str, text: str) -> Event | None:
             steps=tuple(data.get("steps") or ()),
             warnings=tuple(data.get("warnings") or ()),
             input_tokens=data.get("input_tokens", 0),
-            cached_tokens=data.get("cached_tokens", 0),
         )
     if name == "retrieval":
         return _retrieved(data)

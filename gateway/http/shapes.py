@@ -210,7 +210,6 @@ class StartEvent(Shape):
     model: str
     steps: list[str]
     input_tokens: int
-    cached_tokens: int
     region: str
     warnings: list[str]
 

@@ -71,7 +71,6 @@ def start_view(item: Started) -> dict[str, Any]:
         "model": item.model,
         "steps": item.steps,
         "input_tokens": item.input_tokens,
-        "cached_tokens": item.cached_tokens,
         "region": item.region,
         "warnings": item.warnings,
     }

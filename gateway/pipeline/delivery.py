@@ -243,7 +243,6 @@ class Delivery:
                 steps=plan.step_ids,
                 warnings=plan.warnings + self._before.warnings,
                 input_tokens=accepted.prompt_tokens,
-                cached_tokens=accepted.cached_tokens,
                 region=self._decision.chosen.region,
             )
         )

@@ -54,8 +54,8 @@ class Started:
     steps: tuple[str, ...]
     warnings: tuple[str, ...]
     input_tokens: int
-    """Prompt tokens of the step that answers, known once its unit accepted it."""
-    cached_tokens: int
+    """Prompt tokens of the step that answers, known once its unit accepted it. How many of them a cache
+    held is known only after its prefill, so `Finished` says that."""
     region: str = ""
     """Where the step that answers runs; "" where a pipeline only retrieves."""
 

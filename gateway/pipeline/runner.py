@@ -236,7 +236,6 @@ class _Earlier:
             steps=plan.step_ids,
             warnings=plan.warnings + tuple(each.warning for each in outcomes if each.warning),
             input_tokens=usage.input_tokens,
-            cached_tokens=usage.cached_tokens,
         )
         total_ms = (time.monotonic() - self._started_s) * 1000
         finished = Finished(

@@ -164,7 +164,7 @@ class Accepted(NamedTuple):
     attempt: int
     prompt_tokens: int
     cached_tokens: int
-    """Best knowledge at admission; `Done.cached_tokens` is the engine's own figure."""
+    """0 unless an engine knows at admission; `Done.cached_tokens` is its figure after the prefill."""
     prompt_hash: bytes
     fingerprint: str
     documents_used: int

@@ -32,7 +32,6 @@ START = {
     "model": "m",
     "steps": ["retrieval-1", "generation-2"],
     "input_tokens": 7,
-    "cached_tokens": 1,
     "warnings": ["no cache here"],
     "a_field_of_tomorrow": 1,
 }

@@ -42,7 +42,7 @@ from grid.errors import (
 )
 from grid.words import Usage
 
-STARTED = Started("req_x", "pl-1", 1, "m", ("generation-1",), (), 3, 0, "local")
+STARTED = Started("req_x", "pl-1", 1, "m", ("generation-1",), (), 3, "local")
 CHUNK = Chunk(0, "hel", 1)
 FINISHED = Finished("stop", Usage(3, 0, 1, 0.1), 1.0, 2.0, (), (), True)
 INVOKE, CHAT, MESSAGES = "/v1/pipelines/pl-1/invoke", "/v1/chat/completions", "/v1/messages"
