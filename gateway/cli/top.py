@@ -101,7 +101,7 @@ def screen(units: list[dict[str, Any]], metrics: dict[str, Any]) -> Group:
 
 def load_of(unit: dict[str, Any]) -> float:
     """Return how full a unit is: 1 when every slot runs, more with a queue."""
-    return float(unit["running"] + unit["waiting"]) / max(unit["max_running"], 1)
+    return float((unit["running"] + unit["waiting"]) / max(unit["max_running"], 1))
 
 
 def row(unit: dict[str, Any]) -> list[Text]:
