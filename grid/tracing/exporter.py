@@ -23,11 +23,11 @@ from grid.tracing.transport import SendFailed, Transport, open_transport
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_SPANS = 8192
+MAX_QUEUED_SPANS = 16_384
 """Seconds of a busy replica's spans, a few MB: a collector's restart is bridged, an outage is not."""
-BATCH_SPANS = 512
-"""About 100 KB before compression, a few ms of encoding: short enough not to hold a token up."""
-PERIOD_S = 1.0
+BATCH_SPANS = 2048
+"""At most a megabyte, a quarter of what collectors take in one message; each costs a few ms to send."""
+PERIOD_S = 2.0
 """How late a span of a quiet cell may be seen."""
 TRIES = 3
 FIRST_BACKOFF_S = 0.5

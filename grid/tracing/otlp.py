@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from grid.tracing.spans import Attribute, Span, Value
 
@@ -18,6 +19,8 @@ KEPT_ITEMS = 4096
 over. What passes it makes it begin again."""
 FRESH = frozenset({"zerogrid.request_id", "gen_ai.response.id", "zerogrid.ttft_ms"})
 """Attributes whose values come once."""
+KEPT_KEYS = 256
+"""Names of attributes; there are about thirty."""
 KEPT_BYTES = 120
 """Longer attributes are texts, which do not come again."""
 
@@ -74,7 +77,12 @@ class Encoder:
 
 
 def _pair(key: str, value: Value) -> bytes:
-    return _text(b"\x0a", key) + _field(b"\x12", _value(value))
+    return _key(key) + _field(b"\x12", _value(value))
+
+
+@lru_cache(maxsize=KEPT_KEYS)
+def _key(key: str) -> bytes:
+    return _text(b"\x0a", key)
 
 
 def _value(value: Value) -> bytes:
