@@ -149,6 +149,21 @@ async def test_no_text_leaves_without_being_asked_for(told: tuple[Collector, dic
     assert answer["output"] not in written
 
 
+async def test_text_is_in_the_trace_of_a_cell_that_is_told_so(tmp_path: Path) -> None:
+    with collecting() as collector:
+        settings = Tracing(endpoint=collector.endpoint, content=True)
+        base = cell_config(tmp_path)
+        async with local_cell(base.model_copy(update={"tracing": settings})) as cell, cell.client() as client:
+            messages = [{"role": "user", "content": SECRET_QUESTION}]
+            body = {"model": CHAT_MODEL, "messages": messages, "max_tokens": 4}
+            answer = await client.post("/v1/chat/completions", json=body)
+        chat = one(collector.spans, "chat ")
+    asked = json.loads(chat.attributes["gen_ai.input.messages"])
+    assert asked == [{"role": "user", "parts": [{"type": "text", "content": SECRET_QUESTION}]}]
+    said = json.loads(chat.attributes["gen_ai.output.messages"])[0]["parts"][0]["content"]
+    assert said == answer.json()["choices"][0]["message"]["content"]
+
+
 async def test_a_caller_that_does_not_trace_is_not_traced(told: tuple[Collector, dict[str, Any]]) -> None:
     assert UNTRACED.split("-")[1] not in {span.trace_id for span in told[0].spans}
 
