@@ -30,7 +30,10 @@ CaFile = Annotated[
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", envvar="GRID_CONFIG", help="Configuration; by default ./grid.yaml, else all defaults."
+        "--config",
+        "-f",
+        envvar="GRID_CONFIG",
+        help="Configuration; by default ./grid.yaml, else all defaults.",
     ),
 ]
 

@@ -115,7 +115,7 @@ class Scale(NamedTuple):
     model: str
     units: int
     pool: str = ""
-    """Its label; "" for a model without pools."""
+    """Its label; "" for a model without pools. Raises InvalidRequest for one that there isn't."""
 
 
 class StopAll(NamedTuple):
@@ -215,9 +215,8 @@ class Planner:
             case Ended(unit_id, reason):
                 self._ended(unit_id, reason, now_s)
             case Scale(model, units, pool):
-                for wish in self._wishes.values():
-                    if (wish.model.name, wish.label) == (model, pool):
-                        wish.units = min(max(units, wish.model.min_units), wish.model.max_units)
+                wish = self._wish(model, pool)
+                wish.units = min(max(units, wish.model.min_units), wish.model.max_units)
             case StopAll():
                 self._is_stopping = True
             case Tick():
@@ -367,6 +366,15 @@ class Planner:
 
     def _of(self, wish: _Wish) -> Iterable[_Unit]:
         return (unit for unit in self._units.values() if unit.pool == wish.prefix)
+
+    def _wish(self, model: str, label: str) -> _Wish:
+        for wish in self._wishes.values():
+            if (wish.model.name, wish.label) == (model, label):
+                return wish
+        known = ", ".join(f"{wish.model.name} {wish.label}".strip() for wish in self._wishes.values())
+        raise InvalidRequest(
+            f"there is no pool {f'{model} {label}'.strip()!r}; there are {known}", param="pool"
+        )
 
     def _pool_of(self, unit_id: str, model: str) -> str:
         """Return the prefix of the pool that a unit of an earlier supervisor belongs to, "" for none."""

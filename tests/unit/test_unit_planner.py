@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from grid.config import Cell, Config, Model, load
+from grid.errors import InvalidRequest
 from grid.units import planner as plan
 from grid.units.planner import Node, Planner, StartUnit, StopUnit, gpus_fit, start_kind, unit_prefix
 
@@ -305,6 +306,8 @@ def test_an_adopted_unit_is_its_pools_own() -> None:
     assert made.handle(plan.Adopted("unit-sim-a-1-0", "sim", "n1"), 0.0) == []
     assert starts(made.handle(plan.NodesSeen((NODE,)), 0.0)) == ["unit-sim-a-0"]
     assert starts(made.handle(plan.Scale("sim", 2, "a"), 1.0)) == ["unit-sim-a-1"]
+    with pytest.raises(InvalidRequest, match="there is no pool 'sim'; there are sim a, sim a-1"):
+        made.handle(plan.Scale("sim", 2), 1.0)
     assert stops(made.handle(plan.Adopted("unit-sim-b-0", "sim", "n1"), 1.0)) == ["unit-sim-b-0"]
 
 
