@@ -154,6 +154,8 @@ class PlacementRequest(NamedTuple):
     """List every candidate and every rejection, also in a refusal: `placement.decide.MAX_LISTED` of each."""
     traceparent: str = ""
     """W3C trace context; empty where the request is not traced."""
+    pipeline_id: str = ""
+    """Whose answers tell how long this one will be; "" for a call without a stored pipeline."""
 
     @property
     def reservation_id(self) -> str:
@@ -216,6 +218,10 @@ class Decision(NamedTuple):
     """Most units went stale together: the observer is at fault, and reservations were trusted."""
     candidates: int = 0
     """How many units passed the filters; `chosen` and `next_best` list the best of them."""
+    expected_output_tokens: int = 0
+    """The predicted mean, on which `decode_ms` of every candidate rests."""
+    output_tokens_p90: int = 0
+    """Predicted: nine of ten such answers are no longer."""
 
 
 class Message(NamedTuple):

@@ -37,6 +37,7 @@ from placement import traces
 from placement.decide import decide
 from placement.fleet import Rules, View
 from placement.freshness import TICK_S
+from placement.reports import Spent
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +226,8 @@ class PlacementActor:
         peer.send(Decided(message.stream, decision._replace(decide_us=spent_us)))
 
     def _settle(self, peer: Peer, message: Settle, now_s: float) -> None:
-        held = self._view.settle(message.reservation_id, message.outcome, now_s)
+        spent = Spent(message.input_tokens, message.output_tokens, message.ttft_ms, message.total_ms)
+        held = self._view.settle(message.reservation_id, message.outcome, now_s, spent)
         self._counts["settled" if held else "settled_unknown"] += 1
 
     def _watch(self, peer: Peer, message: Watch, now_s: float) -> None:

@@ -27,9 +27,11 @@ _DTYPES: dict[str, Any] = {
     "context_tokens": np.int64,
     "max_running": np.int64,
     "capacity": np.int64,
-    "prefill_ms_per_token": np.float64,
     "step_ms": np.float64,
     "step_ms_per_request": np.float64,
+    "step_ms_per_kv_token": np.float64,
+    "first_steps": np.float64,
+    "prefill_ms_per_token": np.float64,
     "state": np.int64,
     "drained": np.bool_,
     "suspect_until_s": np.float64,
@@ -43,6 +45,7 @@ _DTYPES: dict[str, Any] = {
     "unseen_kv_tokens": np.int64,
     "load": np.int64,
     "tokens_ahead": np.int64,
+    "kv_tokens_held": np.int64,
     "kv_tokens_spare": np.int64,
 }
 
@@ -62,11 +65,12 @@ class Columns:
     max_running: Ints
     capacity: Ints
     """Running and waiting together."""
-    prefill_ms_per_token: Floats
+    # Learned: the fields of `speeds.Speeds`.
     step_ms: Floats
-    """What a decode step takes whatever its batch."""
     step_ms_per_request: Floats
-    """What each request of the batch adds to it."""
+    step_ms_per_kv_token: Floats
+    first_steps: Floats
+    prefill_ms_per_token: Floats
     # What may change.
     state: Ints
     drained: Mask
@@ -90,6 +94,8 @@ class Columns:
     """Requests on each unit: reported, less those settled since, plus those not seen yet."""
     tokens_ahead: Ints
     """Prompt tokens to compute before another's: queued, and not seen yet."""
+    kv_tokens_held: Ints
+    """KV that each step reads: of the newest sample, and of those not seen yet."""
     kv_tokens_spare: Ints
     """What may come before memory gets short: free, less `cost.kv_tokens_kept` and those not seen yet."""
 

@@ -53,7 +53,8 @@ def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Rand
     sifted = sift(question)
     if not len(sifted.rows):
         raise _refusal(question, sifted)
-    costs = cost.predict(request, view.columns, sifted.rows)
+    forecast = view.forecast(request)
+    costs = cost.predict(request, forecast, view.columns, sifted.rows)
     listed = MAX_LISTED if request.explain else NEXT_BEST + 1
     order = _best_first(_keys(question, sifted.rows, costs), listed, rng)
     candidates = tuple(_candidate(view, sifted.rows.item(index), costs, index) for index in order)
@@ -69,6 +70,8 @@ def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Rand
         decide_us=0.0,
         stale_view=question.mass_stale,
         candidates=len(sifted.rows),
+        expected_output_tokens=cost.output_tokens(request, forecast),
+        output_tokens_p90=max(1, min(request.max_output_tokens, forecast.p90_tokens)),
     )
 
 
@@ -165,5 +168,6 @@ def _retry_after_s(question: Question, sifted: Sifted) -> float:
     full = sifted.rows_of("saturated")
     if not len(full):
         return question.view.rules.stale_after_s
-    slot_s = 1e-3 * cost.slot_wait_ms(question.view.columns, full)
+    request, view = question.request, question.view
+    slot_s = 1e-3 * cost.slot_wait_ms(request, view.forecast(request), view.columns, full)
     return min(max(slot_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)

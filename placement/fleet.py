@@ -1,4 +1,4 @@
-"""The one view of the fleet: what units are, what they last reported, what was decided since.
+"""The one view of the fleet: what units are, last reported and have learned, and what was decided since.
 
 The placement actor owns it and is its only writer. Nothing here awaits, reads a clock or draws chance.
 
@@ -28,8 +28,11 @@ from grid.words import UNKNOWN, FleetUnit, PlacementRequest, UnitCard, UnitLoad,
 from placement import cost, freshness
 from placement.columns import Columns, Mask, Names
 from placement.health import Health
-from placement.reports import card_flaw, load_flaw
+from placement.learning import STUDY_S, Here, Learning
+from placement.lengths import Forecast
+from placement.reports import NOTHING_SPENT, Spent, card_flaw, load_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
+from placement.speeds import UnitSpeed
 
 MAX_UNITS = 100_000
 """Ten times what one cell is built for; beyond it, registration is refused."""
@@ -64,6 +67,9 @@ class Unit:
     load: UnitLoad
     link: int
     """The connection it announced itself on; only there may it report."""
+    speed: UnitSpeed
+    studied_s: float = -np.inf
+    """When a sample was last learned from."""
     health: Health = field(default_factory=Health)
 
 
@@ -87,6 +93,7 @@ class View:
         self._drained: set[str] = set()
         self._clock = freshness.ObservedClock(now_s)
         self._remembered: dict[Hashable, Any] = {}
+        self._learning = Learning()
         # Bounds over all units, so that the usual question, whether all are fine, is one comparison.
         self._sampled_since_s = np.inf
         """No newest sample is older than this."""
@@ -152,14 +159,13 @@ class View:
         columns.context_tokens[row] = card.context_tokens
         columns.max_running[row] = card.max_running
         columns.capacity[row] = card.max_running + card.max_waiting
-        columns.prefill_ms_per_token[row] = cost.prefill_ms_per_token(card)
-        columns.step_ms[row], columns.step_ms_per_request[row] = cost.step_ms(card)
         columns.state[row] = UnitState.STARTING
         columns.drained[row] = card.unit_id in self._drained
         columns.suspect_until_s[row] = -np.inf
         columns.sampled_s[row] = self._sampled_since_s = -np.inf
         no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
-        self.units.append(Unit(card, no_sample, link))
+        self.units.append(Unit(card, no_sample, link, self._learning.join(card)))
+        self._set_speeds(row)
         self._rows[card.unit_id] = row
         self._links.setdefault(link, set()).add(card.unit_id)
         self._count(row)
@@ -170,6 +176,7 @@ class View:
         self._links[link].remove(unit_id)
         if not self._links[link]:
             del self._links[link]
+        self.units[row].speed.leave()
         self.models.drop(int(self.columns.model[row]))
         self.regions.drop(int(self.columns.region[row]))
         self.columns.remove(row)
@@ -205,6 +212,9 @@ class View:
         if columns.sampled_s[row] == -np.inf:
             # Until its first sample a unit is silent, whatever its state; gateways see no difference.
             self._remembered.clear()
+        if load.steps != unit.load.steps and observed_s >= unit.studied_s + STUDY_S:
+            unit.studied_s = observed_s
+            self._learning.reported(unit.speed, load)
         unit.load = load
         columns.sampled_s[row] = observed_s
         columns.kv_tokens_free[row] = load.kv_tokens_free
@@ -218,6 +228,10 @@ class View:
                 self._ledger.pop(reservation.reservation_id)
         self._count(row)
 
+    def _set_speeds(self, row: int) -> None:
+        for name, value in self.units[row].speed.speeds._asdict().items():
+            getattr(self.columns, name)[row] = value
+
     def _count(self, row: int) -> None:
         """Count anew what the newest sample of a unit, or its absence, leaves open."""
         columns, unit = self.columns, self.units[row]
@@ -230,6 +244,7 @@ class View:
         columns.unseen_prompt_tokens[row], columns.unseen_kv_tokens[row] = prompt_tokens, kv_tokens
         columns.load[row] = reported + len(unseen)
         columns.tokens_ahead[row] = load.prefill_tokens_queued + prompt_tokens
+        columns.kv_tokens_held[row] = max(load.kv_tokens_total - load.kv_tokens_free, 0) + kv_tokens
         columns.kv_tokens_spare[row] = load.kv_tokens_free - cost.kv_tokens_kept(load) - kv_tokens
 
     # --- reservations -----------------------------------------------------------------------
@@ -237,15 +252,18 @@ class View:
     def reserve(self, request: PlacementRequest, unit_id: str, holder: int, now_s: float) -> None:
         """Charge `unit_id` for `request` at once. The reservation must not be held: `withdraw` it first."""
         row = self._rows[unit_id]
+        card = self.units[row].card
+        observed_s = self._clock.read(now_s)
         reservation = Reservation(
             reservation_id=request.reservation_id,
             unit_id=unit_id,
-            incarnation=self.units[row].card.incarnation,
+            incarnation=card.incarnation,
             holder=holder,
             prompt_tokens=request.prompt_tokens,
-            kv_tokens=cost.expected_kv_tokens(request),
-            made_s=self._clock.read(now_s),
-            expires_s=self._clock.read(now_s) + self.rules.lease_s,
+            kv_tokens=cost.kv_tokens(request, self.forecast(request)),
+            made_s=observed_s,
+            expires_s=observed_s + self.rules.lease_s,
+            lesson=self._learning.lesson(request, card.model, self._here(row)),
         )
         self._ledger.add(reservation)
         self._charge(row, reservation, +1)
@@ -254,12 +272,23 @@ class View:
         """End a reservation without an outcome; unknown ones are ignored."""
         self._end(reservation_id)
 
-    def settle(self, reservation_id: str, outcome: str, now_s: float) -> bool:
-        """End a reservation; return whether it was held. `outcome` counts for the unit's health."""
-        reservation = self._end(reservation_id)
+    def settle(self, reservation_id: str, outcome: str, now_s: float, spent: Spent = NOTHING_SPENT) -> bool:
+        """End a reservation; return whether it was held.
+
+        `outcome` counts for the unit's health; what a finished request spent is learned from.
+        """
+        reservation = self._ledger.get(reservation_id)
         if reservation is None:
             return False
         row = self._row_of(reservation)
+        if outcome == "done":
+            if spent_flaw(spent):
+                self.dropped["bad_figures"] += 1
+            elif row is None:
+                self._learning.done(reservation.lesson, spent, None, None)
+            else:
+                self._learning.done(reservation.lesson, spent, self.units[row].speed, self._here(row))
+        self._end(reservation_id)
         if row is not None:
             until_s = self.units[row].health.settled(outcome, reservation.made_s, self._clock.read(now_s))
             if until_s is not None:
@@ -277,6 +306,8 @@ class View:
     def tick(self, now_s: float) -> int:
         """Advance the observed clock (every `freshness.TICK_S`) and end expired leases; count them."""
         self._clock.tick(now_s)
+        for speed in self._learning.publish():
+            self._set_speeds(self._rows[speed.unit_id])
         expired = 0
         for reservation in self._ledger.expired(self._clock.read(now_s)):
             self._ledger.pop(reservation.reservation_id)
@@ -311,7 +342,17 @@ class View:
         columns.unseen_kv_tokens[row] += kv_tokens
         columns.load[row] += sign
         columns.tokens_ahead[row] += prompt_tokens
+        columns.kv_tokens_held[row] += kv_tokens
         columns.kv_tokens_spare[row] -= kv_tokens
+
+    def _here(self, row: int) -> Here:
+        columns = self.columns
+        return Here(
+            columns.load.item(row),
+            columns.max_running.item(row),
+            columns.tokens_ahead.item(row),
+            columns.kv_tokens_held.item(row),
+        )
 
     def _row_of(self, reservation: Reservation) -> int | None:
         row = self._rows.get(reservation.unit_id)
@@ -329,6 +370,10 @@ class View:
         """Return the load of each unit by its id."""
         load = self.columns.load
         return {unit.card.unit_id: int(load[row]) for row, unit in enumerate(self.units)}
+
+    def forecast(self, request: PlacementRequest) -> Forecast:
+        """Return how long the answer to `request` is expected to be, were it not cut off."""
+        return self._learning.forecast(request, self.rules.model(request.model))
 
     def row(self, unit_id: str) -> int | None:
         return self._rows.get(unit_id)

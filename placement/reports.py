@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from grid.words import UNKNOWN, Precision, Task, UnitCard, UnitLoad, UnitState
 
@@ -47,7 +48,27 @@ def load_flaw(load: UnitLoad) -> str:
     return _count_flaw(load, counts) or _reading_flaw(load, readings)
 
 
-def _count_flaw(record: UnitCard | UnitLoad, fields: tuple[str, ...]) -> str:
+class Spent(NamedTuple):
+    """A gateway's figures of a finished request, times since it was placed."""
+
+    input_tokens: int
+    output_tokens: int
+    ttft_ms: float
+    """0 for work that has no first token."""
+    total_ms: float
+
+
+NOTHING_SPENT = Spent(0, 0, 0.0, 0.0)
+
+
+def spent_flaw(spent: Spent) -> str:
+    """Return what makes `spent` unusable, in one sentence; "" when nothing does."""
+    return _count_flaw(spent, ("input_tokens", "output_tokens")) or _reading_flaw(
+        spent, ("ttft_ms", "total_ms")
+    )
+
+
+def _count_flaw(record: UnitCard | UnitLoad | Spent, fields: tuple[str, ...]) -> str:
     for field in fields:
         count = getattr(record, field)
         if not isinstance(count, int) or not 0 <= count < MAX_COUNT:
@@ -55,7 +76,7 @@ def _count_flaw(record: UnitCard | UnitLoad, fields: tuple[str, ...]) -> str:
     return ""
 
 
-def _reading_flaw(record: UnitCard | UnitLoad, fields: tuple[str, ...]) -> str:
+def _reading_flaw(record: UnitCard | UnitLoad | Spent, fields: tuple[str, ...]) -> str:
     for field in fields:
         reading = getattr(record, field)
         if reading == UNKNOWN:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from placement.learning import Lesson
+
 
 @dataclass(slots=True)
 class Reservation:
@@ -24,6 +26,7 @@ class Reservation:
     kv_tokens: int
     made_s: float
     expires_s: float
+    lesson: Lesson
     seen: bool = False
     """The unit's newest sample held it, so that sample's counts include it."""
 
@@ -46,6 +49,9 @@ class Ledger:
         self._by_id[key] = reservation
         self._by_unit.setdefault(reservation.unit_id, {})[key] = reservation
         self._by_holder.setdefault(reservation.holder, {})[key] = reservation
+
+    def get(self, reservation_id: str) -> Reservation | None:
+        return self._by_id.get(reservation_id)
 
     def pop(self, reservation_id: str) -> Reservation | None:
         reservation = self._by_id.pop(reservation_id, None)

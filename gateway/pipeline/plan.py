@@ -156,6 +156,7 @@ def plan_invocation(
                     uses=uses[step_id],
                     model=_served(step.model, config, Task.GENERATE, f"{param}.model").name,
                     request_id=request_id,
+                    pipeline_id=pipeline_id,
                     tenant=tenant,
                     residency=residency,
                 )
@@ -202,6 +203,7 @@ def plan_chat(
         uses=frozenset(),
         model=model,
         request_id=request_id,
+        pipeline_id="",
         tenant=tenant,
         residency=residency,
     )
@@ -405,6 +407,7 @@ def _generation(
     uses: frozenset[str],
     model: str,
     request_id: str,
+    pipeline_id: str,
     tenant: Tenant,
     residency: Residency,
 ) -> GenerationPlan:
@@ -427,6 +430,7 @@ def _generation(
             avoid_models=hints.avoid_models,
             min_memory_mb=hints.min_gpu_memory_mb,
             lowest_precision=hints.lowest_precision,
+            pipeline_id=pipeline_id,
         ),
         messages=messages,
         sampling=Sampling(

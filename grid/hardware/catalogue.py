@@ -270,3 +270,19 @@ def decode_ms_per_token(gpu: str, parameters_b: float, precision: Precision, gpu
     weight_bytes = parameters_b * 1e9 * BYTES_PER_PARAMETER[precision]
     reading_ms = weight_bytes / (model.bandwidth_gb_per_s * 1e9 * BANDWIDTH_EFFICIENCY * (gpus or 1.0)) * 1e3
     return reading_ms + STEP_OVERHEAD_MS + (TENSOR_PARALLEL_STEP_MS if gpus > 1 else 0.0)
+
+
+def kv_ms_per_token(gpu: str, precision: Precision, gpus: float, decode_ms: float) -> float:
+    """Return the prior of what each token in the KV cache adds to a decode step, in milliseconds.
+
+    Roofline, memory side, of the model whose lone step takes `decode_ms` by `decode_ms_per_token`: what a
+    step reads in that time are the weights, their number gives the size of a token's KV. 0 where the GPU is
+    unknown, or where `decode_ms` is no more than overhead.
+    """
+    model = GPUS.get(gpu)
+    reading_ms = decode_ms - STEP_OVERHEAD_MS - (TENSOR_PARALLEL_STEP_MS if gpus > 1 else 0.0)
+    if model is None or reading_ms <= 0:
+        return 0.0
+    bytes_per_ms = model.bandwidth_gb_per_s * 1e6 * BANDWIDTH_EFFICIENCY * (gpus or 1.0)
+    parameters_b = reading_ms * bytes_per_ms / BYTES_PER_PARAMETER[precision] / 1e9
+    return kv_bytes_per_token(parameters_b) / bytes_per_ms

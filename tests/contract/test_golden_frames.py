@@ -141,6 +141,7 @@ REQUEST = PlacementRequest(
     dry_run=True,
     explain=True,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    pipeline_id="pl-1",
 )
 DECISION = Decision(
     reservation_id="req_1/answer/1",
@@ -153,6 +154,8 @@ DECISION = Decision(
     fleet_version=12,
     decide_us=85.0,
     candidates=2,
+    expected_output_tokens=64,
+    output_tokens_p90=100,
 )
 
 EXAMPLES: tuple[WireMessage, ...] = (

@@ -15,6 +15,8 @@ from grid.words import UNKNOWN, Decision, PlacementRequest, Task
 from placement import cost
 from placement.decide import MAX_LISTED, NEXT_BEST, decide
 from placement.fleet import View
+from placement.lengths import EXPECTED_OUTPUT_TOKENS
+from placement.speeds import PROMPT_PER_OUTPUT
 
 
 def choose(view: View, request: PlacementRequest, *, seed: int = 0, now_s: float = 0.0) -> Decision:
@@ -22,21 +24,30 @@ def choose(view: View, request: PlacementRequest, *, seed: int = 0, now_s: float
 
 
 def predict(view: View, request: PlacementRequest, row: int = 0) -> dict[str, float]:
-    costs = cost.predict(request, view.columns, np.array([row]))
+    costs = cost.predict(request, view.forecast(request), view.columns, np.array([row]))
     names = ("network_ms", "queue_ms", "prefill_ms", "decode_ms", "pressure_ms")
     assert sum(costs.parts_ms(0)) == pytest.approx(costs.total_ms[0])
     return dict(zip(names, costs.parts_ms(0), strict=True)) | {"batch": float(costs.batch[0])}
+
+
+def step_ms(view: View, batch: int, kv_tokens: int, row: int = 0) -> float:
+    each = view.columns
+    shared = each.step_ms[row] + each.step_ms_per_request[row] * batch
+    return float(shared + each.step_ms_per_kv_token[row] * kv_tokens)
 
 
 # --- cost -----------------------------------------------------------------------------------
 
 
 def test_cost_of_a_lone_request_is_its_prefill_and_its_decode() -> None:
-    assert predict(make_view(make_card()), make_request()) == {
+    view = make_view(make_card())
+    step = step_ms(view, batch=1, kv_tokens=150)
+    assert step == pytest.approx(10.0, rel=0.01)
+    assert predict(view, make_request()) == {
         "network_ms": cost.ROUND_TRIP_MS,
         "queue_ms": 0.0,
-        "prefill_ms": pytest.approx(100.0),
-        "decode_ms": pytest.approx(500.0),
+        "prefill_ms": pytest.approx(100.0 + step),
+        "decode_ms": pytest.approx(49 * step),
         "pressure_ms": 0.0,
         "batch": 1,
     }
@@ -51,27 +62,28 @@ def test_prompts_ahead_and_full_slots_make_a_queue() -> None:
     assert predict(view, make_request())["queue_ms"] == pytest.approx(400.0), "an unseen prompt is ahead, too"
     view.report([make_load(card, running=4, waiting=1)], 1, 0.0)
     costs = predict(view, make_request())
-    # Three must end first (of six; four run at a time), and four end per `decode_ms`.
-    assert costs["queue_ms"] == pytest.approx(100.0 + costs["decode_ms"] * 3 / 4)
+    # Three must end first (of six; four run at a time), and four end in the time of an answer.
+    assert costs["queue_ms"] == pytest.approx(100.0 + costs["decode_ms"] * 50 / 49 * 3 / 4)
 
 
-def test_decode_slows_with_the_batch_and_more_so_on_cpu_cores() -> None:
-    gpu, cpu = make_card(), make_card("u1", gpus=0.0)
-    view = make_view(gpu, cpu)
-    view.report([make_load(gpu, running=3)], 1, 0.0)
-    view.report([make_load(cpu, running=3)], 2, 0.0)
-    assert predict(view, make_request(), 0)["decode_ms"] == pytest.approx(
-        500 * (1 + 3 * cost.GPU_BATCH_GROWTH)
-    )
-    assert predict(view, make_request(), 1)["decode_ms"] == pytest.approx(
-        500 * (1 + 3 * cost.CPU_BATCH_GROWTH)
-    )
+def test_decode_slows_with_what_shares_the_step() -> None:
+    card = make_card()
+    view = make_view(card)
+    view.report([make_load(card, running=3, kv_tokens_free=94_000)], 1, 0.0)
+    step = step_ms(view, batch=4, kv_tokens=6_150)
+    # Each of three others computes its token, and the share of a prompt that comes in meanwhile, at 1 ms.
+    assert step == pytest.approx(10.0 + 3 * (1 + PROMPT_PER_OUTPUT) + 0.53, abs=0.05)
+    assert predict(view, make_request())["decode_ms"] == pytest.approx(49 * step)
 
 
 def test_a_large_cap_is_not_taken_for_a_long_answer() -> None:
-    view = make_view(make_card())
-    expected = cost.EXPECTED_OUTPUT_TOKENS * 10.0
-    assert predict(view, make_request(max_output_tokens=100_000))["decode_ms"] == pytest.approx(expected)
+    view = make_view(make_card(context_tokens=200_000))
+    request = make_request(max_output_tokens=100_000)
+    step = step_ms(view, batch=1, kv_tokens=100 + EXPECTED_OUTPUT_TOKENS)
+    assert predict(view, request)["decode_ms"] == pytest.approx((EXPECTED_OUTPUT_TOKENS - 1) * step)
+    decision = choose(view, request)
+    assert decision.expected_output_tokens == EXPECTED_OUTPUT_TOKENS
+    assert EXPECTED_OUTPUT_TOKENS < decision.output_tokens_p90 < 100_000
 
 
 def test_memory_pressure_grows_as_free_kv_shrinks() -> None:
@@ -308,8 +320,7 @@ def test_a_full_fleet_is_saturated_with_a_time_to_come_back() -> None:
     view.report([make_load(card, running=2)], 1, 0.0)
     with pytest.raises(Saturated) as refused:
         choose(view, make_request())
-    step_ms = 10 * (1 + cost.GPU_BATCH_GROWTH)
-    assert refused.value.retry_after_s == pytest.approx(cost.EXPECTED_OUTPUT_TOKENS * step_ms / 2 / 1e3)
+    assert refused.value.retry_after_s == pytest.approx(50 * step_ms(view, 2, 0) / 2 / 1e3)
     assert refused.value.details["rejected_by_code"] == {"model": 1, "saturated": 1}
     assert refused.value.details["ever"]
 
