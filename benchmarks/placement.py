@@ -2,9 +2,10 @@
 
     python benchmarks/placement.py [--json OUT] [--seconds S]
 
-Fleets of 10 to 10,000 units of two models in three regions, loaded at random. Grid: `decide` with all rules,
-a residency list, a preferred region and an avoided model, as the placement actor calls it. Baseline: least
-outstanding requests by a Python loop over the same view, with the model and the limit as its only filters.
+Fleets of 10 to 100,000 units of two models in three regions, loaded at random. Grid: `decide` with all rules,
+a residency list, a preferred region, an avoided model and learning from each request that ends, as the
+placement actor calls it, with the garbage collector set as there. Baseline: least outstanding requests by a
+Python loop over the same view, with the model and the limit as its only filters.
 Both decide for like requests in alternating blocks of one run; reserving and settling are not timed. Times
 are CPU time of the thread, so that neighbours on the machine are not counted.
 The last column is the time to take one unit's sample, which the actor does ten times a second for each unit.
@@ -27,16 +28,20 @@ HERE = Path(__file__).resolve().parent
 # A script's own folder is searched first, and this file's name would hide the package.
 sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 
+from grid import heap  # noqa: E402
 from grid.words import PlacementRequest, Precision, Task, UnitCard, UnitLoad, UnitState  # noqa: E402
 from placement.decide import decide  # noqa: E402
 from placement.fleet import Rules, View  # noqa: E402
+from placement.reports import Spent  # noqa: E402
 
-FLEETS = (10, 100, 1_000, 10_000)
+FLEETS = (10, 100, 1_000, 10_000, 100_000)
 REGIONS = ("us-east-1", "eu-central-1", "ap-northeast-1")
 MODELS = ("model-a", "model-b")
 GPUS = (("H100", 6.0), ("A100-80", 10.0), ("L40S", 20.0), ("L4", 55.0))
 HELD = 64
 """Reservations open at a time, so that decisions meet unseen ones as they do in traffic."""
+TICK_EVERY = 100
+"""Decisions between two ticks of the actor, at which it publishes what was learned: 1,000 a second."""
 BLOCK = 20
 """Decisions of one side before the other takes its turn."""
 
@@ -103,7 +108,13 @@ def request(number: int, rng: random.Random) -> PlacementRequest:
         avoid_models=("model-x",),
         min_memory_mb=20_000,
         lowest_precision=int(Precision.INT8),
+        pipeline_id=f"pl-{number % 31}",
     )
+
+
+def spent(rng: random.Random) -> Spent:
+    tokens, slower = rng.randrange(20, 500), rng.lognormvariate(0.0, 0.2)
+    return Spent(rng.randrange(50, 4_000), tokens, 200.0 * slower, (200.0 + 15.0 * tokens) * slower)
 
 
 def least_outstanding(asked: PlacementRequest, view: View) -> str:
@@ -126,6 +137,7 @@ def least_outstanding(asked: PlacementRequest, view: View) -> str:
 def measure(size: int, seconds: float) -> dict[str, Any]:
     rng = random.Random(size)
     view = fleet(size, rng)
+    heap.freeze()
     deciders: dict[str, Decider] = {
         "grid": lambda asked, view: decide(asked, view, 0.0, rng).chosen.unit_id,
         "baseline": least_outstanding,
@@ -144,7 +156,9 @@ def measure(size: int, seconds: float) -> dict[str, Any]:
                 view.reserve(asked, unit_id, 1, 0.0)
                 held.append(asked.reservation_id)
                 if len(held) > HELD:
-                    view.settle(held.popleft(), "done", 0.0)
+                    view.settle(held.popleft(), "done", 0.0, spent(rng))
+                if number % TICK_EVERY == 0:
+                    view.tick(0.0)
     return {
         "units": size,
         "decisions": len(times["grid"]),

@@ -27,11 +27,6 @@ _DTYPES: dict[str, Any] = {
     "context_tokens": np.int64,
     "max_running": np.int64,
     "capacity": np.int64,
-    "step_ms": np.float64,
-    "step_ms_per_request": np.float64,
-    "step_ms_per_kv_token": np.float64,
-    "first_steps": np.float64,
-    "prefill_ms_per_token": np.float64,
     "state": np.int64,
     "drained": np.bool_,
     "suspect_until_s": np.float64,
@@ -49,6 +44,9 @@ _DTYPES: dict[str, Any] = {
     "kv_tokens_spare": np.int64,
 }
 
+PRICED = ("next_step_ms", "step_ms_per_kv_token", "first_steps", "prefill_ms_per_token", "wait_ms", "crowd")
+"""What every price is made of: rows of one block, so that a part of the fleet is copied at once."""
+
 
 class Columns:
     """One array a fact, one row a unit. Counts are integers, so that sums and differences stay exact."""
@@ -65,12 +63,6 @@ class Columns:
     max_running: Ints
     capacity: Ints
     """Running and waiting together."""
-    # Learned: the fields of `speeds.Speeds`.
-    step_ms: Floats
-    step_ms_per_request: Floats
-    step_ms_per_kv_token: Floats
-    first_steps: Floats
-    prefill_ms_per_token: Floats
     # What may change.
     state: Ints
     drained: Mask
@@ -89,7 +81,7 @@ class Columns:
     """Reservations that the newest sample does not hold."""
     unseen_prompt_tokens: Ints
     unseen_kv_tokens: Ints
-    # Sums of these, kept rather than computed: a decision reads all rows, an event changes one.
+    # Made of these and kept rather than computed: a decision reads all rows, an event changes one.
     load: Ints
     """Requests on each unit: reported, less those settled since, plus those not seen yet."""
     tokens_ahead: Ints
@@ -98,12 +90,24 @@ class Columns:
     """KV that each step reads: of the newest sample, and of those not seen yet."""
     kv_tokens_spare: Ints
     """What may come before memory gets short: free, less `cost.kv_tokens_kept` and those not seen yet."""
+    next_step_ms: Floats
+    """A step of the batch that the next request joins, without its own KV."""
+    step_ms_per_kv_token: Floats
+    first_steps: Floats
+    prefill_ms_per_token: Floats
+    wait_ms: Floats
+    """Until the prompts ahead are computed."""
+    crowd: Floats
+    """How many must end before the next request gets a slot, in shares of all slots."""
+    priced: Floats
+    """The columns of PRICED, shape (6, units)."""
 
     def __init__(self) -> None:
         self.size = 0
         self._full: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(FIRST_CAPACITY, dtype) for name, dtype in _DTYPES.items()
         }
+        self._block = np.zeros((len(PRICED), FIRST_CAPACITY), np.float64)
         self._show()
 
     def append(self) -> int:
@@ -111,9 +115,11 @@ class Columns:
         if self.size == len(self._full["task"]):
             for name, column in self._full.items():
                 self._full[name] = np.concatenate([column, np.zeros_like(column)])
+            self._block = np.concatenate([self._block, np.zeros_like(self._block)], axis=1)
         row = self.size
         for column in self._full.values():
             column[row] = 0
+        self._block[:, row] = 0.0
         self.size += 1
         self._show()
         return row
@@ -123,12 +129,16 @@ class Columns:
         last = self.size - 1
         for column in self._full.values():
             column[row] = column[last]
+        self._block[:, row] = self._block[:, last]
         self.size = last
         self._show()
 
     def _show(self) -> None:
         for name, column in self._full.items():
             setattr(self, name, column[: self.size])
+        self.priced = self._block[:, : self.size]
+        for name, priced in zip(PRICED, self.priced, strict=True):
+            setattr(self, name, priced)
 
 
 class Names:

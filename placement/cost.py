@@ -20,15 +20,13 @@ from grid.words import PlacementRequest, UnitLoad
 from placement.columns import Columns, Floats, Ints
 from placement.lengths import Forecast
 from placement.reports import MAX_COUNT
+from placement.speeds import Speeds
 
 ROUND_TRIP_MS = 0.3
 """Submit and first frame between two processes of one cell, measured on loopback."""
 
 PRESSURE_FROM_FREE_SHARE = 0.10
 """Below this share of free KV, running requests begin to outgrow what is left."""
-
-_ONE = np.array(1)
-"""Next to a small array, an array of no dimensions costs half of what a plain number does."""
 
 
 def output_tokens(request: PlacementRequest, forecast: Forecast) -> int:
@@ -46,6 +44,25 @@ def kv_tokens_kept(load: UnitLoad) -> int:
     return int(load.kv_tokens_total * PRESSURE_FROM_FREE_SHARE) if load.kv_tokens_total else -MAX_COUNT
 
 
+class Weight(NamedTuple):
+    """What a unit's load means for the next request, whichever that is."""
+
+    next_step_ms: float
+    """A step of the batch that it joins, without its own KV."""
+    wait_ms: float
+    """Until the prompts ahead are computed."""
+    crowd: float
+    """How many must end before it gets a slot, in shares of all slots."""
+
+
+def weigh(speeds: Speeds, max_running: int, load: int, tokens_ahead: int, kv_tokens_held: int) -> Weight:
+    batch = min(load + 1, max_running)
+    step_ms = (
+        speeds.step_ms + speeds.step_ms_per_request * batch + speeds.step_ms_per_kv_token * kv_tokens_held
+    )
+    return Weight(step_ms, speeds.prefill_ms_per_token * tokens_ahead, (load + 1 - batch) / max_running)
+
+
 class Costs(NamedTuple):
     """One array a part, one entry a row that was asked for."""
 
@@ -56,19 +73,18 @@ class Costs(NamedTuple):
     decode_ms: Floats
     pressure_ms: Floats | None
     """None while no unit is short of memory."""
-    batch: Ints
-    """Requests that share a step once ours has a slot, ours among them."""
     total_ms: Floats
+    most_ms: float
+    """The largest total."""
 
     def parts_ms(self, index: int) -> tuple[float, float, float, float, float]:
         """Return network, queue, prefill, decode and pressure of one entry."""
-        pressure_ms = 0.0 if self.pressure_ms is None else self.pressure_ms.item(index)
         return (
             self.network_ms,
             self.queue_ms.item(index),
             self.prefill_ms.item(index),
             self.decode_ms.item(index),
-            pressure_ms,
+            0.0 if self.pressure_ms is None else self.pressure_ms.item(index),
         )
 
 
@@ -81,51 +97,44 @@ def predict(request: PlacementRequest, forecast: Forecast, columns: Columns, row
     """
     tokens, kv_with_us = output_tokens(request, forecast), kv_tokens(request, forecast)
     # All rows are looked at in place; only a part of them must be copied out.
-    at = slice(None) if len(rows) == columns.size else rows
-    prefill_ms_per_token = columns.prefill_ms_per_token[at]
-    load_with_us = columns.load[at] + _ONE
-    max_running = columns.max_running[at]
+    priced = columns.priced if len(rows) == columns.size else columns.priced.take(rows, axis=1)
+    next_step_ms, step_ms_per_kv_token, first_steps, prefill_ms_per_token, queue_ms, crowd = priced
 
-    batch = np.minimum(load_with_us, max_running)
-    step_ms = columns.step_ms_per_request[at] * batch
-    step_ms += columns.step_ms[at]
-    step_ms += columns.step_ms_per_kv_token[at] * (columns.kv_tokens_held[at] + kv_with_us)
-    prefill_ms = columns.first_steps[at] * step_ms
-    prefill_ms += request.prompt_tokens * prefill_ms_per_token
+    step_ms = step_ms_per_kv_token * kv_with_us
+    step_ms += next_step_ms
+    prefill_ms = first_steps * step_ms
+    prefill_ms += prefill_ms_per_token * request.prompt_tokens
     decode_ms = step_ms * (tokens - 1)
-
-    queue_ms = columns.tokens_ahead[at] * prefill_ms_per_token
-    must_end_first = load_with_us - batch
-    if np.count_nonzero(must_end_first):
-        # With all slots taken, one frees each time a request ends: `max_running` of them end in the time
-        # of one answer.
-        queue_ms += must_end_first * tokens * step_ms / max_running
+    if np.count_nonzero(crowd):
+        # With all slots taken, one frees each time a request ends: all of them in the time of an answer.
+        queue_ms = queue_ms + crowd * step_ms * tokens
 
     total_ms = queue_ms + prefill_ms
     total_ms += decode_ms
-    total_ms += ROUND_TRIP_MS
-    pressure_ms = _pressure_ms(columns, at, kv_with_us)
+    pressure_ms = _pressure_ms(columns, rows, kv_with_us, prefill_ms_per_token)
     if pressure_ms is not None:
         total_ms += pressure_ms
-    # Of numbers that are not negative the sum is finite only if all are; a NaN fails both tests.
-    assert np.minimum.reduce(total_ms) >= 0.0, "a cost is negative or not a number"
-    assert math.isfinite(np.add.reduce(total_ms)), "a cost is not a finite number"
-    return Costs(ROUND_TRIP_MS, queue_ms, prefill_ms, decode_ms, pressure_ms, batch, total_ms)
+    total_ms += ROUND_TRIP_MS
+    least_ms, most_ms = np.minimum.reduce(total_ms), np.maximum.reduce(total_ms)
+    # A part that is not a number makes both of them none.
+    assert least_ms >= 0.0, "a cost is negative or not a number"
+    assert most_ms < math.inf, "a cost is not a finite number"
+    return Costs(ROUND_TRIP_MS, queue_ms, prefill_ms, decode_ms, pressure_ms, total_ms, most_ms)
 
 
-def _pressure_ms(columns: Columns, at: slice | Ints, kv_with_us: int) -> Floats | None:
+def _pressure_ms(
+    columns: Columns, rows: Ints, kv_with_us: int, prefill_ms_per_token: Floats
+) -> Floats | None:
     """Return what running out of KV memory costs: the chance of an eviction times the work to do again."""
     if np.minimum.reduce(columns.kv_tokens_spare) >= kv_with_us:
         return None
-    short_by = kv_with_us - columns.kv_tokens_spare[at]
-    kept = np.maximum(columns.kv_tokens_total[at] * PRESSURE_FROM_FREE_SHARE, 1.0)
-    pressure_ms: Floats = np.clip(short_by / kept, 0.0, 1.0) * kv_with_us * columns.prefill_ms_per_token[at]
+    short_by = kv_with_us - columns.kv_tokens_spare[rows]
+    kept = np.maximum(columns.kv_tokens_total[rows] * PRESSURE_FROM_FREE_SHARE, 1.0)
+    pressure_ms: Floats = np.clip(short_by / kept, 0.0, 1.0) * kv_with_us * prefill_ms_per_token
     return pressure_ms
 
 
 def slot_wait_ms(request: PlacementRequest, forecast: Forecast, columns: Columns, rows: Ints) -> float:
     """Return after how many milliseconds the first of the full units at `rows` should free a slot."""
-    max_running = columns.max_running[rows]
-    step_ms = columns.step_ms[rows] + columns.step_ms_per_request[rows] * max_running
-    step_ms += columns.step_ms_per_kv_token[rows] * columns.kv_tokens_held[rows]
-    return float((output_tokens(request, forecast) * step_ms / max_running).min())
+    answer_ms = output_tokens(request, forecast) * columns.next_step_ms[rows]
+    return float((answer_ms / columns.max_running[rows]).min())

@@ -92,7 +92,7 @@ def _keys(question: Question, rows: Ints, costs: cost.Costs) -> Floats:
     longest_ms = view.rules.prefer_region_wait_ms - costs.network_ms
     if np.maximum.reduce(costs.queue_ms) > longest_ms:
         tier[costs.queue_ms > longest_ms] = len(preferred) + 1
-    tier *= np.maximum.reduce(total_ms) + 1.0
+    tier *= costs.most_ms + 1.0
     tier += total_ms
     return tier
 
@@ -106,11 +106,10 @@ def _region_tiers(view: View, preferred: tuple[str, ...]) -> Floats:
 
 
 def _best_first(key: Floats, count: int, rng: random.Random) -> list[int]:
-    """Return up to `count` indices into `key`, lowest first: the pick, then the next best."""
-    ties = (key <= np.minimum.reduce(key) + TIE_MS).nonzero()[0]
+    """Return up to `count` indices into `key`, lowest first: the pick, then the next best. Uses `key` up."""
+    ties = (key <= key[key.argmin()] + TIE_MS).nonzero()[0]
     pick = ties.item(int(rng.random() * len(ties)))
     left = min(count, len(key)) - 1
-    key = key.copy()
     key[pick] = np.inf
     if left > FEW:
         shortlist = key.argpartition(left - 1)[:left].tolist()
@@ -124,10 +123,10 @@ def _best_first(key: Floats, count: int, rng: random.Random) -> list[int]:
 
 
 def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate:
-    card = view.units[row].card
+    card, load = view.units[row].card, view.columns.load.item(row)
     network_ms, queue_ms, prefill_ms, decode_ms, pressure_ms = costs.parts_ms(index)
     # Units split a step's time evenly over its batch.
-    share_ms = (prefill_ms + decode_ms) / costs.batch.item(index)
+    share_ms = (prefill_ms + decode_ms) / min(load + 1, card.max_running)
     return Candidate(
         card.unit_id,
         card.incarnation,

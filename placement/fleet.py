@@ -28,11 +28,12 @@ from grid.words import UNKNOWN, FleetUnit, PlacementRequest, UnitCard, UnitLoad,
 from placement import cost, freshness
 from placement.columns import Columns, Mask, Names
 from placement.health import Health
-from placement.learning import STUDY_S, Here, Learning
+from placement.learning import STUDY_S, Learning
 from placement.lengths import Forecast
+from placement.loads import Loads
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, load_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
-from placement.speeds import UnitSpeed
+from placement.speeds import Speeds, UnitSpeed
 
 MAX_UNITS = 100_000
 """Ten times what one cell is built for; beyond it, registration is refused."""
@@ -68,6 +69,8 @@ class Unit:
     link: int
     """The connection it announced itself on; only there may it report."""
     speed: UnitSpeed
+    speeds: Speeds
+    """As last published."""
     studied_s: float = -np.inf
     """When a sample was last learned from."""
     health: Health = field(default_factory=Health)
@@ -80,6 +83,7 @@ class View:
         self.rules = rules
         self.version = first_version
         self.columns = Columns()
+        self._loads = Loads(self.columns)
         self.models = Names()
         self.regions = Names()
         self.units: list[Unit] = []
@@ -164,7 +168,8 @@ class View:
         columns.suspect_until_s[row] = -np.inf
         columns.sampled_s[row] = self._sampled_since_s = -np.inf
         no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
-        self.units.append(Unit(card, no_sample, link, self._learning.join(card)))
+        speed = self._learning.join(card)
+        self.units.append(Unit(card, no_sample, link, speed, speed.speeds))
         self._set_speeds(row)
         self._rows[card.unit_id] = row
         self._links.setdefault(link, set()).add(card.unit_id)
@@ -217,8 +222,6 @@ class View:
             self._learning.reported(unit.speed, load)
         unit.load = load
         columns.sampled_s[row] = observed_s
-        columns.kv_tokens_free[row] = load.kv_tokens_free
-        columns.kv_tokens_total[row] = load.kv_tokens_total
         held = frozenset(load.reservations)
         for reservation in self._ledger.of_unit(load.unit_id):
             if reservation.reservation_id in held:
@@ -229,23 +232,14 @@ class View:
         self._count(row)
 
     def _set_speeds(self, row: int) -> None:
-        for name, value in self.units[row].speed.speeds._asdict().items():
-            getattr(self.columns, name)[row] = value
+        unit = self.units[row]
+        unit.speeds = unit.speed.speeds
+        self._loads.set_speeds(row, unit.speeds)
 
     def _count(self, row: int) -> None:
-        """Count anew what the newest sample of a unit, or its absence, leaves open."""
-        columns, unit = self.columns, self.units[row]
+        unit = self.units[row]
         unseen = [r for r in self._ledger.of_unit(unit.card.unit_id) if not self._in_sample(row, r)]
-        prompt_tokens, kv_tokens = sum(r.prompt_tokens for r in unseen), sum(r.kv_tokens for r in unseen)
-        load = unit.load
-        # A unit still preparing a prompt holds its reservation before its engine counts the request.
-        reported = max(load.running + load.waiting, len(load.reservations))
-        columns.reported[row], columns.released[row], columns.unseen[row] = reported, 0, len(unseen)
-        columns.unseen_prompt_tokens[row], columns.unseen_kv_tokens[row] = prompt_tokens, kv_tokens
-        columns.load[row] = reported + len(unseen)
-        columns.tokens_ahead[row] = load.prefill_tokens_queued + prompt_tokens
-        columns.kv_tokens_held[row] = max(load.kv_tokens_total - load.kv_tokens_free, 0) + kv_tokens
-        columns.kv_tokens_spare[row] = load.kv_tokens_free - cost.kv_tokens_kept(load) - kv_tokens
+        self._loads.count(row, unit.speeds, unit.load, unseen)
 
     # --- reservations -----------------------------------------------------------------------
 
@@ -263,7 +257,7 @@ class View:
             kv_tokens=cost.kv_tokens(request, self.forecast(request)),
             made_s=observed_s,
             expires_s=observed_s + self.rules.lease_s,
-            lesson=self._learning.lesson(request, card.model, self._here(row)),
+            lesson=self._learning.lesson(request, card.model, self._loads.here(row)),
         )
         self._ledger.add(reservation)
         self._charge(row, reservation, +1)
@@ -287,7 +281,7 @@ class View:
             elif row is None:
                 self._learning.done(reservation.lesson, spent, None, None)
             else:
-                self._learning.done(reservation.lesson, spent, self.units[row].speed, self._here(row))
+                self._learning.done(reservation.lesson, spent, self.units[row].speed, self._loads.here(row))
         self._end(reservation_id)
         if row is not None:
             until_s = self.units[row].health.settled(outcome, reservation.made_s, self._clock.read(now_s))
@@ -324,8 +318,7 @@ class View:
             return None
         row = self._row_of(reservation)
         if row is not None and self._in_sample(row, reservation):
-            self.columns.released[row] += 1
-            self.columns.load[row] -= 1
+            self._loads.release(row, self.units[row].speeds)
         elif row is not None:
             self._charge(row, reservation, -1)
         return reservation
@@ -335,24 +328,7 @@ class View:
         return reservation.seen and bool(self.columns.sampled_s[row] > -np.inf)
 
     def _charge(self, row: int, reservation: Reservation, sign: int) -> None:
-        columns = self.columns
-        prompt_tokens, kv_tokens = sign * reservation.prompt_tokens, sign * reservation.kv_tokens
-        columns.unseen[row] += sign
-        columns.unseen_prompt_tokens[row] += prompt_tokens
-        columns.unseen_kv_tokens[row] += kv_tokens
-        columns.load[row] += sign
-        columns.tokens_ahead[row] += prompt_tokens
-        columns.kv_tokens_held[row] += kv_tokens
-        columns.kv_tokens_spare[row] -= kv_tokens
-
-    def _here(self, row: int) -> Here:
-        columns = self.columns
-        return Here(
-            columns.load.item(row),
-            columns.max_running.item(row),
-            columns.tokens_ahead.item(row),
-            columns.kv_tokens_held.item(row),
-        )
+        self._loads.charge(row, self.units[row].speeds, reservation, sign)
 
     def _row_of(self, reservation: Reservation) -> int | None:
         row = self._rows.get(reservation.unit_id)

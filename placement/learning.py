@@ -40,8 +40,8 @@ class Lesson(NamedTuple):
 class Here(NamedTuple):
     """A unit at one moment."""
 
-    load: int
     max_running: int
+    load: int
     tokens_ahead: int
     kv_tokens: int
 

@@ -15,8 +15,10 @@ from support.fleet import make_card, make_load, make_request, make_view
 
 from grid.errors import NoEligibleUnit, Rejected, Saturated
 from grid.words import Decision, PlacementRequest, UnitCard, UnitState
+from placement import cost
 from placement.decide import decide
 from placement.fleet import Rules, View
+from placement.reports import Spent
 
 LEASE_S = 3.0
 OUTCOMES = ("done", "cancelled", "refused")
@@ -189,7 +191,9 @@ class Fleet(RuleBasedStateMachine):
         if unit_ends:
             for unit in self.units:
                 unit.works_on.discard(key)
-        assert self.view.settle(key, outcome, self.now_s) == (key in self.open)
+        tokens = self.rng.randrange(1, 100)
+        spent = Spent(100, tokens, 200.0, 200.0 + tokens * self.rng.uniform(5.0, 50.0))
+        assert self.view.settle(key, outcome, self.now_s, spent) == (key in self.open)
         if key in self.open:
             self.end(key)
 
@@ -255,6 +259,13 @@ class Fleet(RuleBasedStateMachine):
         ):
             assert (counts >= 0).all()
         assert (columns.unseen_prompt_tokens == 100 * columns.unseen).all()
+        assert (columns.load == columns.reported - columns.released + columns.unseen).all()
+        for row, unit in enumerate(self.view.units):
+            here = (columns.load.item(row), columns.tokens_ahead.item(row), columns.kv_tokens_held.item(row))
+            weight = cost.weigh(unit.speeds, unit.card.max_running, *here)
+            kept = (columns.next_step_ms.item(row), columns.wait_ms.item(row), columns.crowd.item(row))
+            assert kept == tuple(weight), "what decisions read follows from what is counted"
+            assert unit.speeds == unit.speed.speeds
 
     def teardown(self) -> None:
         """When all work has ended and all leases are over, nothing is left."""

@@ -27,13 +27,12 @@ def predict(view: View, request: PlacementRequest, row: int = 0) -> dict[str, fl
     costs = cost.predict(request, view.forecast(request), view.columns, np.array([row]))
     names = ("network_ms", "queue_ms", "prefill_ms", "decode_ms", "pressure_ms")
     assert sum(costs.parts_ms(0)) == pytest.approx(costs.total_ms[0])
-    return dict(zip(names, costs.parts_ms(0), strict=True)) | {"batch": float(costs.batch[0])}
+    return dict(zip(names, costs.parts_ms(0), strict=True))
 
 
 def step_ms(view: View, batch: int, kv_tokens: int, row: int = 0) -> float:
-    each = view.columns
-    shared = each.step_ms[row] + each.step_ms_per_request[row] * batch
-    return float(shared + each.step_ms_per_kv_token[row] * kv_tokens)
+    speeds = view.units[row].speeds
+    return speeds.step_ms + speeds.step_ms_per_request * batch + speeds.step_ms_per_kv_token * kv_tokens
 
 
 # --- cost -----------------------------------------------------------------------------------
@@ -49,7 +48,6 @@ def test_cost_of_a_lone_request_is_its_prefill_and_its_decode() -> None:
         "prefill_ms": pytest.approx(100.0 + step),
         "decode_ms": pytest.approx(49 * step),
         "pressure_ms": 0.0,
-        "batch": 1,
     }
 
 
@@ -107,7 +105,7 @@ def test_odd_speeds_never_make_a_cost_that_is_not_a_number(speed: float) -> None
 
 def test_a_cost_that_is_not_a_number_asserts() -> None:
     view = make_view(make_card())
-    view.columns.step_ms[0] = np.nan
+    view.columns.next_step_ms[0] = np.nan
     with pytest.raises(AssertionError, match="not a"):
         choose(view, make_request())
 

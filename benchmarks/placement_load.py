@@ -1,0 +1,315 @@
+"""What does a decision take over the link, under telemetry, and how many a second can one cell take?
+
+    python benchmarks/placement_load.py [--json OUT] [--seconds S] [--units N]
+
+Three processes: the placement actor as it runs in a cell; nodes of eight units each that report at 10 Hz, one
+batch a node; and this one, which asks as a gateway does and settles a second later. Open loop: decisions are
+asked for at a fixed rate whether or not earlier ones are answered, and the time of each counts from when it
+was due. Closed loop: as many askers as keep the actor busy. Baseline: a server on the same link that answers
+at once with a decision made beforehand, so that the difference is placement's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import platform
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+# A script's own folder is searched first, and a neighbour's name would hide the package `placement`.
+sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
+
+import uvloop  # noqa: E402
+
+from grid import heap  # noqa: E402
+from grid.config import Config  # noqa: E402
+from grid.wire.link import Link, LinkServer, Peer, dial  # noqa: E402
+from grid.wire.messages import (  # noqa: E402
+    Announce,
+    Decided,
+    Place,
+    Report,
+    Settle,
+    WireMessage,
+)
+from grid.words import (  # noqa: E402
+    Candidate,
+    Decision,
+    PlacementRequest,
+    Precision,
+    Task,
+    UnitCard,
+    UnitLoad,
+    UnitState,
+)
+from placement.actor import PlacementActor  # noqa: E402
+
+SECRET = b"a secret of the benchmark only.."
+RATE_PER_S = 1_000
+ASKERS = 32
+UNITS_A_NODE = 8
+REPORT_S = 0.1
+STATS = ("decide_us_p50", "decide_us_p99", "reservations", "counts", "dropped", "cpu_s")
+HELD_S = 1.0
+"""How long a request runs."""
+REGIONS = ("us-east-1", "eu-central-1", "ap-northeast-1")
+STEPS_MS = (6.0, 10.0, 20.0, 55.0)
+CANNED = Decision(
+    reservation_id="canned",
+    chosen=Candidate(
+        *("unit-1", "first", "10.0.0.1", 4000, REGIONS[0], "model-a", int(Precision.BF16), "H100", False),
+        *(0.3, 10.0, 100.0, 2_000.0, 0.0),
+    ),
+    next_best=(),
+    rejected_by_code=(),
+    rejections=(),
+    model="model-a",
+    lease_ms=30_000.0,
+    fleet_version=1,
+    decide_us=0.0,
+)
+
+
+def card(number: int) -> UnitCard:
+    step_ms = STEPS_MS[number % len(STEPS_MS)]
+    return UnitCard(
+        unit_id=f"unit-{number}",
+        incarnation="first",
+        host="10.0.0.1",
+        port=4000,
+        node_id=f"node-{number // UNITS_A_NODE}",
+        region=REGIONS[number % len(REGIONS)],
+        task=int(Task.GENERATE),
+        model="model-a",
+        precision=int(Precision.BF16),
+        fingerprint="f",
+        context_tokens=8192,
+        gpu_type="H100",
+        gpus=1.0,
+        memory_grant_mb=80_000,
+        max_running=64,
+        max_waiting=64,
+        cu_factor=1.0,
+        prefill_tokens_per_s=60_000 / step_ms,
+        decode_ms_per_token=step_ms,
+    )
+
+
+def request(number: int, rng: random.Random) -> PlacementRequest:
+    return PlacementRequest(
+        request_id=f"req_{number}",
+        step_id="s",
+        attempt=1,
+        tenant_id=f"tenant-{number % 7}",
+        task=int(Task.GENERATE),
+        model="model-a",
+        prompt_tokens=rng.randrange(50, 4_000),
+        max_output_tokens=512,
+        allowed_regions=REGIONS[:2],
+        prefer_regions=(REGIONS[1],),
+        pipeline_id=f"pl-{number % 31}",
+    )
+
+
+# --- the servers ----------------------------------------------------------------------------
+
+
+class Canned:
+    """Answers every question at once."""
+
+    def connected(self, peer: Peer) -> None: ...
+
+    def disconnected(self, peer: Peer, reason: str) -> None: ...
+
+    def received(self, peer: Peer, message: WireMessage) -> None:
+        if isinstance(message, Place):
+            peer.send(Decided(message.stream, CANNED))
+
+
+def serve(pipe: Connection) -> None:
+    async def main() -> None:
+        actor = PlacementActor(Config(), secret=SECRET, rng=random.Random(0))
+        canned = LinkServer(role="placement", peer_id="canned", secret=SECRET, handler=Canned())
+        addresses = {"placement": await actor.address(), "link alone": await canned.start("127.0.0.1", 0)}
+        heap.freeze()
+        pipe.send(addresses)
+        loop = asyncio.get_running_loop()
+        while await loop.run_in_executor(None, pipe.recv):
+            stats = await actor.stats() | {"cpu_s": time.process_time()}
+            pipe.send({name: stats[name] for name in STATS})
+
+    uvloop.run(main())
+
+
+# --- the nodes ------------------------------------------------------------------------------
+
+
+class Deaf:
+    def connected(self, peer: Peer) -> None: ...
+
+    def disconnected(self, peer: Peer, reason: str) -> None: ...
+
+    def received(self, peer: Peer, message: WireMessage) -> None: ...
+
+
+def report(pipe: Connection, address: tuple[str, int], units: int) -> None:
+    """Report until the pipe says stop; the batches of one round are spread over its time."""
+
+    async def node(link: Link, cards: list[UnitCard], rng: random.Random, wait_s: float) -> None:
+        for each in cards:
+            link.send(Announce(0, each))
+        steps, due_s = 0, asyncio.get_running_loop().time() + wait_s
+        while True:
+            await asyncio.sleep(max(0.0, due_s - asyncio.get_running_loop().time()))
+            steps, due_s = steps + 1, due_s + REPORT_S
+            link.send(Report(0, cards[0].node_id, tuple(sample(each, rng, steps) for each in cards)))
+
+    async def main() -> None:
+        cards, rng = [card(number) for number in range(units)], random.Random(1)
+        nodes = [cards[first : first + UNITS_A_NODE] for first in range(0, units, UNITS_A_NODE)]
+        # One after the other: a listener has only so many strangers at its door.
+        links = [
+            await dial(*address, role="unit", peer_id=each[0].node_id, secret=SECRET, handler=Deaf())
+            for each in nodes
+        ]
+        tasks = [
+            asyncio.create_task(node(link, each, rng, REPORT_S * place / len(nodes)))
+            for place, (link, each) in enumerate(zip(links, nodes, strict=True))
+        ]
+        await asyncio.sleep(1.0)
+        pipe.send(True)
+        await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+        for task in tasks:
+            task.cancel()
+
+    uvloop.run(main())
+
+
+def sample(each: UnitCard, rng: random.Random, steps: int) -> UnitLoad:
+    running = rng.randrange(16, 32)
+    return UnitLoad(
+        unit_id=each.unit_id,
+        incarnation=each.incarnation,
+        state=int(UnitState.READY),
+        running=running,
+        waiting=0,
+        kv_tokens_free=400_000 - 4_000 * running,
+        kv_tokens_total=400_000,
+        prefill_tokens_queued=rng.randrange(2_000),
+        steps=steps,
+        decode_ms_per_token=each.decode_ms_per_token * rng.uniform(1.2, 1.6),
+    )
+
+
+# --- the gateway ----------------------------------------------------------------------------
+
+
+class Gateway:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._rng = random.Random(2)
+        self._numbers = 0
+        self._open: deque[tuple[float, str]] = deque()
+        self.waited_ms: list[float] = []
+
+    async def ask(self, due_s: float) -> None:
+        self._numbers += 1
+        asked = request(self._numbers, self._rng)
+        stream = self._link.open(1 << 16)
+        stream.send(Place(stream.id, asked))
+        [answer] = await stream.receive()
+        now_s = time.monotonic()
+        stream.close()
+        assert isinstance(answer, Decided), answer
+        self.waited_ms.append((now_s - due_s) * 1e3)
+        self._open.append((now_s, asked.reservation_id))
+        while self._open and self._open[0][0] < now_s - HELD_S:
+            settled = Settle(0, self._open.popleft()[1], "done", 900, 200, 300.0, 3_000.0)
+            self._link.send_lazily(settled)
+
+    async def open_loop(self, seconds: float) -> None:
+        began_s, tasks = time.monotonic(), set[asyncio.Task[None]]()
+        for number in range(int(seconds * RATE_PER_S)):
+            due_s = began_s + number / RATE_PER_S
+            wait_s = due_s - time.monotonic()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            task = asyncio.create_task(self.ask(due_s))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+
+    async def closed_loop(self, seconds: float) -> None:
+        ends_s = time.monotonic() + seconds
+
+        async def asker() -> None:
+            while (now_s := time.monotonic()) < ends_s:
+                await self.ask(now_s)
+
+        await asyncio.gather(*(asker() for _ in range(ASKERS)))
+
+
+async def measure(address: tuple[str, int], seconds: float) -> dict[str, Any]:
+    gateway = Gateway(await dial(*address, role="gateway", peer_id="gateway", secret=SECRET, handler=Deaf()))
+    # Until the fleet has joined and the caches are warm.
+    await gateway.closed_loop(1.0)
+    figures: dict[str, Any] = {}
+    for name, load in (("open", gateway.open_loop), ("closed", gateway.closed_loop)):
+        gateway.waited_ms = []
+        began_s = time.monotonic()
+        await load(seconds)
+        spent_s = time.monotonic() - began_s
+        waited = sorted(gateway.waited_ms)
+        figures[f"{name}_per_s"] = round(len(waited) / spent_s)
+        for percent in (50, 99):
+            figures[f"{name}_ms_p{percent}"] = round(waited[len(waited) * percent // 100], 2)
+    return figures
+
+
+def child(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    return process, ours
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each loop")
+    parser.add_argument("--units", type=int, default=1_000)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    server, ask = child(context, serve)
+    addresses = ask.recv()
+    nodes, stop = child(context, report, addresses["placement"], options.units)
+    stop.recv()
+    rows = {name: uvloop.run(measure(address, options.seconds)) for name, address in addresses.items()}
+    ask.send(True)
+    inside = ask.recv()
+    stop.send(True)
+    nodes.join(10)
+    ask.send(False)
+    server.join(10)
+    keys = ("open_per_s", "open_ms_p50", "open_ms_p99", "closed_per_s", "closed_ms_p50", "closed_ms_p99")
+    print(f"{options.units} units at 10 Hz" + "".join(f"{key:>15}" for key in keys))
+    for name, row in rows.items():
+        print(f"{name:<22}" + "".join(f"{row[key]:>15}" for key in keys))
+    print(f"inside the actor: {inside}")
+    if options.json:
+        figures = {"python": platform.python_version(), "units": options.units, "rows": rows, "actor": inside}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
