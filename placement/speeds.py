@@ -48,6 +48,13 @@ REQUEST_NOISE = 0.25
 REPORT_NOISE = 0.4
 """Of a unit's own figure, which is an average over batches that are gone."""
 
+MAX_UNREST = 4.0
+"""How many times noisier than these a kind's observations are taken to be at most."""
+UNREST_STEP = 0.05
+"""By how much that changes with one of them: twenty find a noise that is twice the usual one."""
+MEDIAN_DEVIATION = 0.6745
+"""Of a normal distribution, in standard deviations."""
+
 DRIFT = 0.0015
 """Standard deviation of how far a truth wanders between two observations. Against REQUEST_NOISE it makes half
 of what is known come from the last 115 requests, so that a unit that gets hot is found out."""
@@ -62,10 +69,14 @@ KIND_STEP = 0.02
 """A kind's figures are published anew when one has moved by this; finer is below the noise of its inputs."""
 
 UNIT_STEP = 0.05
-"""A unit's own factor has to move by this to be published anew; closer to none than half of it is none."""
+"""A unit's own factor has to move by this to be published anew, and one that is smaller is none."""
+APART = 0.08
+"""By how much, as a logarithm, a unit has to be off its kind to be told apart from it."""
+COMMON = 0.005
+"""What all units of a kind have in common, as a logarithm, is the kind's from here on."""
 SURE = 3.5
-"""Standard deviations that a unit has to be off its kind to be told apart from it at all.
-Each request is another look, and among many looks at many units three deviations are nothing rare."""
+"""And by how many standard deviations. Each request is another look, and among many looks at many units three
+deviations are nothing rare."""
 
 MAX_KINDS = 1_024
 """Kinds without a unit are kept for its return, up to here; the oldest make room."""
@@ -125,9 +136,9 @@ class _Factor:
         self.variance = UNIT_DOUBT**2
 
     def take(self, off: float, noise: float) -> None:
-        """`off` is the logarithm of observed over predicted, the prediction without this factor."""
+        """`off` is the logarithm of observed over predicted without this factor, `noise` its variance."""
         self.variance += DRIFT**2
-        spread = self.variance + noise**2
+        spread = self.variance + noise
         bound = OUTLIER * math.sqrt(spread)
         gain = self.variance / spread
         self.log += gain * min(max(off - self.log, -bound), bound)
@@ -135,19 +146,27 @@ class _Factor:
 
     def publish(self) -> bool:
         """Return whether the published factor had to follow."""
-        bound = UNIT_STEP if self.published else max(UNIT_STEP, SURE * math.sqrt(self.variance))
-        if abs(self.log - self.published) <= bound:
-            return False
-        self.published = self.log if abs(self.log) > UNIT_STEP / 2 else 0.0
-        return True
+        before, off = self.published, abs(self.log)
+        if before == 0.0:
+            if off > max(APART, SURE * math.sqrt(self.variance)):
+                self.published = self.log
+        elif off < UNIT_STEP:
+            self.published = 0.0
+        elif abs(self.log - before) > UNIT_STEP:
+            self.published = self.log
+        return self.published != before
 
 
 class _TwoTerms:
     """`a * x + b * y` with a factor each on a and b: an extended Kalman filter of their logarithms."""
 
-    __slots__ = ("log_x", "log_y", "var_x", "var_xy", "var_y")
+    __slots__ = ("log_x", "log_y", "of_units", "unrest", "var_x", "var_xy", "var_y")
 
     def __init__(self) -> None:
+        self.of_units = 0.0
+        """Sum of the logarithms of the units' own factors."""
+        self.unrest = 1.0
+        """How much noisier its observations are than was thought."""
         self.log_x = self.log_y = 0.0
         self.var_x = self.var_y = KIND_DOUBT**2
         self.var_xy = 0.0
@@ -159,13 +178,18 @@ class _TwoTerms:
     def predict(self, x: float, y: float) -> float:
         return math.exp(self.log_x) * x + math.exp(self.log_y) * y
 
-    def take(self, x: float, y: float, off: float, noise: float) -> None:
-        """`off` is the logarithm of observed over `predict(x, y)`."""
+    def take(self, x: float, y: float, off: float, noise: float) -> float:
+        """Learn from one observation; return the variance that is left in `predict(x, y)`'s logarithm.
+
+        `off` is the logarithm of observed over predicted, `noise` its variance beyond these terms.
+        """
         share_x = math.exp(self.log_x) * x / self.predict(x, y)
         share_y = 1.0 - share_x
         var_x, var_y, var_xy = self.var_x + DRIFT**2, self.var_y + DRIFT**2, self.var_xy
         to_x, to_y = var_x * share_x + var_xy * share_y, var_xy * share_x + var_y * share_y
-        spread = share_x * to_x + share_y * to_y + noise**2
+        doubt = share_x * to_x + share_y * to_y
+        spread = doubt + noise
+        self._listen(abs(off) > MEDIAN_DEVIATION * math.sqrt(spread))
         bound = OUTLIER * math.sqrt(spread)
         off = min(max(off, -bound), bound) / spread
         self.log_x = min(max(self.log_x + to_x * off, -MAX_LOG_FACTOR), MAX_LOG_FACTOR)
@@ -173,6 +197,12 @@ class _TwoTerms:
         self.var_x = var_x - to_x * to_x / spread
         self.var_y = var_y - to_y * to_y / spread
         self.var_xy = var_xy - to_x * to_y / spread
+        return doubt * noise / spread
+
+    def _listen(self, louder: bool) -> None:
+        """Follow the noise of what is observed: half of it should be within the median deviation."""
+        unrest = self.unrest * ((1 + UNREST_STEP) if louder else 1 / (1 + UNREST_STEP))
+        self.unrest = min(max(unrest, 1.0), MAX_UNREST)
 
 
 class _Kind:
@@ -213,6 +243,18 @@ class _Kind:
             first_steps=first,
             prefill_ms_per_token=prompt * self.prior.prefill_ms_per_token,
         )
+
+    def gather(self) -> None:
+        """Take from the units' own factors what they have in common: that is the kind's."""
+        decode, prefill = (terms.of_units / max(1, len(self.units)) for terms in (self.decode, self.prefill))
+        if abs(decode) + abs(prefill) < COMMON:
+            return
+        for terms, common in ((self.decode, decode), (self.prefill, prefill)):
+            terms.log_x += common
+            terms.log_y += common
+            terms.of_units = 0.0
+        for unit in self.units:
+            unit.give_up(decode, prefill)
 
     def moved(self) -> bool:
         """Return whether the published figures had to follow."""
@@ -262,6 +304,13 @@ class UnitSpeed:
 
     def leave(self) -> None:
         self.kind.units.discard(self)
+        self.kind.decode.of_units -= self._decode.log
+        self.kind.prefill.of_units -= self._prefill.log
+
+    def give_up(self, decode: float, prefill: float) -> None:
+        """Leave to the kind what all of its units have in common."""
+        self._decode.log -= decode
+        self._prefill.log -= prefill
 
     def moved(self) -> bool:
         decode, prefill = self._decode.publish(), self._prefill.publish()
@@ -269,9 +318,13 @@ class UnitSpeed:
 
 
 def _learn(terms: _TwoTerms, own: _Factor, x: float, y: float, observed_ms: float, noise: float) -> None:
+    """Share out what an observation says between a kind and its unit, each allowing for the other's doubt."""
+    noise = (noise * terms.unrest) ** 2
     off = math.log(observed_ms / terms.predict(x, y))
-    terms.take(x, y, off - own.log, noise)
-    own.take(math.log(observed_ms / terms.predict(x, y)), noise)
+    doubt = terms.take(x, y, off - own.log, noise + own.variance)
+    before = own.log
+    own.take(math.log(observed_ms / terms.predict(x, y)), noise + doubt)
+    terms.of_units += own.log - before
 
 
 class LearnedSpeeds:
@@ -305,8 +358,11 @@ class LearnedSpeeds:
         """Return the units whose `speeds` are others now: all of a kind, or single ones beyond doubt."""
         if not self._learned:
             return []
+        kinds = {unit.kind for unit in self._learned}
+        for kind in kinds:
+            kind.gather()
         changed = {unit for unit in self._learned if unit.moved()}
-        for kind in {unit.kind for unit in self._learned}:
+        for kind in kinds:
             if kind.moved():
                 changed |= kind.units
         self._learned.clear()
