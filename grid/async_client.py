@@ -122,6 +122,10 @@ class AsyncGrid:
         """Return how the tenant's calls went in the last minute."""
         return await self._run(self._operations.metrics())
 
+    async def explanation(self, request_id: str) -> Json:
+        """Return what was decided for an ended call, what was rejected, and how it went. Raises NotFound."""
+        return await self._run(self._operations.explanation(request_id))
+
     async def readiness(self) -> Json:
         """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
         return await self._run(self._operations.readiness())

@@ -135,6 +135,10 @@ class Grid:
         """Return how the tenant's calls went in the last minute."""
         return self._run(self._operations.metrics())
 
+    def explanation(self, request_id: str) -> Json:
+        """Return what was decided for an ended call, what was rejected, and how it went. Raises NotFound."""
+        return self._run(self._operations.explanation(request_id))
+
     def readiness(self) -> Json:
         """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
         return self._run(self._operations.readiness())

@@ -63,6 +63,10 @@ class Placement(Section):
 class Observe(Section):
     usage_kept_days: int = Field(35, ge=1, le=400)
     """How long usage by pipeline and hour is kept; a busy pipeline takes about 2 KB a day."""
+    explained_kept_hours: int = Field(24, ge=1, le=24 * 30)
+    """How long a call can be explained; the newest 10,000 of a tenant and 30,000 of the cell at most."""
+    open_metrics: bool = False
+    """`/metrics` answers without a key; else it takes the operator's."""
 
 
 class Alias(Section):

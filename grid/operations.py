@@ -92,6 +92,10 @@ class Operations:
     def metrics(self) -> Operation[Json]:
         return self.call(Call("GET", "/v1/metrics"))
 
+    def explanation(self, request_id: str) -> Operation[Json]:
+        """Raises NotFound."""
+        return self.call(Call("GET", f"/v1/requests/{_part(request_id)}"))
+
     def readiness(self) -> Operation[Json]:
         """Asked once: a cell that isn't ready is an answer."""
         answer: Json = yield Call("GET", "/readyz", answers=(503,))

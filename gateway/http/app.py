@@ -44,6 +44,7 @@ REQUEST_ID = "zerogrid.request_id"
 """Scope key: the id that a middleware in front already made."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 """What answers without a key: nothing there belongs to a tenant."""
+SCRAPE_PATH = "/metrics"
 INVOKE_PREFIX, INVOKE_SUFFIX = "/v1/pipelines/", "/invoke"
 INVOKE_ROUTE = "/v1/pipelines/{pipeline_id}/invoke"
 FULL_RETRY_AFTER_S = 1.0
@@ -140,7 +141,7 @@ class GatewayApp:
         if services is None:
             raise Rejected("the gateway is starting; try again in a second", retry_after_s=FULL_RETRY_AFTER_S)
         path = exchange.path
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or (path == SCRAPE_PATH and self._config.observe.open_metrics):
             exchange.scope["state"] = {"services": services}
             await self._cold_app(exchange)
             return

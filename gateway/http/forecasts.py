@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.http.errors import status_of
+from gateway.observe.explain import candidate_view
 from gateway.pipeline.forecast import Forecast, StepForecast
 from gateway.pipeline.plan import RetrievalPlan
 from grid.errors import GridError
-from grid.words import Candidate, Precision
 
 
 def plan_view(forecast: Forecast) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def plan_view(forecast: Forecast) -> dict[str, Any]:
 def _step_view(forecast: StepForecast) -> dict[str, Any]:
     step, decision = forecast.step, forecast.decision
     retrieving = isinstance(step, RetrievalPlan)
-    candidates = [_candidate_view(candidate) for candidate in forecast.candidates]
+    candidates = [candidate_view(candidate) for candidate in forecast.candidates]
     return {
         "step_id": step.step_id,
         "type": "retrieval" if retrieving else "generation",
@@ -51,25 +51,6 @@ def _step_view(forecast: StepForecast) -> dict[str, Any]:
         "rejections": [rejection._asdict() for rejection in forecast.rejections],
         "rejected_by_code": dict(forecast.rejected_by_code),
         "refusal": _refusal_view(forecast.refusal) if forecast.refusal is not None else None,
-    }
-
-
-def _candidate_view(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "unit_id": candidate.unit_id,
-        "model": candidate.model,
-        "precision": Precision(candidate.precision).label,
-        "region": candidate.region,
-        "gpu_type": candidate.gpu_type,
-        "simulated": candidate.simulated,
-        "network_ms": round(candidate.network_ms, 3),
-        "queue_ms": round(candidate.queue_ms, 3),
-        "prefill_ms": round(candidate.prefill_ms, 3),
-        "decode_ms": round(candidate.decode_ms, 3),
-        "pressure_ms": round(candidate.pressure_ms, 3),
-        "ttft_ms": round(candidate.ttft_ms, 3),
-        "total_ms": round(candidate.total_ms, 3),
-        "cu_seconds": round(candidate.cu_seconds, 6),
     }
 
 

@@ -1,4 +1,4 @@
-"""Figures over HTTP: `/v1/metrics` (GET and HEAD) and `/v1/usage`, always of the caller's own calls."""
+"""Figures over HTTP: `/metrics` of the whole cell, and of the caller's own calls all others."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import orjson
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from gateway.http.call import Call, InCall, Json
+from gateway.http.call import CALL, Call, InCall, Json
 from gateway.http.documented import errors
 from gateway.http.operations import unit_view
-from gateway.http.shapes import MetricsView, UsageAnswer
+from gateway.http.shapes import Explanation, MetricsView, UsageAnswer
 from gateway.observe.figures import UsageHour, UsageSum
 from gateway.observe.ledger import HOUR_S
+from gateway.observe.prometheus import CONTENT_TYPE, health, render
 from gateway.observe.totals import MICRO
 from gateway.pipeline.contract import Contract, GenerationStep
 from gateway.records import PipelineRecord
+from gateway.services import Services
 from grid.config import Config
 from grid.errors import InvalidRequest
 from grid.words import FleetUnit, UnitState
 
 BURST_HEADER = "x-burst-detection-active"
 USAGE_DEFAULT_HOURS = 24
+MAX_ID_CHARS = 64
+"""No request id of ours is longer."""
 MAX_USAGE_ROWS = 10_000
 """Of one answer, about 2 MB; more can be had by asking for less time at once."""
 USAGE_PRECISION = 6
@@ -103,6 +107,37 @@ async def read_usage(
     return Json(orjson.dumps(usage_answer(rows, begin, end)))
 
 
+@router.get("/v1/requests/{request_id}", responses={200: {"model": Explanation}, **errors(404, 503)})
+async def explain(call: InCall, request_id: str) -> Json:
+    """Say what was decided for a call, what was rejected, and how it went against what was predicted.
+
+    It is there within a second of the call's end.
+    """
+    return Json(await call.services.figures.explained(call.tenant.tenant_id, request_id[:MAX_ID_CHARS]))
+
+
+@router.get(
+    "/metrics",
+    responses={
+        200: {
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+            "description": "Prometheus' text format",
+        },
+        **errors(403, 503),
+    },
+)
+async def scrape(request: Request) -> Response:
+    """The whole cell's figures for Prometheus, from any replica. The operator's, unless
+    `observe.open_metrics` opens them to all."""
+    call: Call | None = request.scope.get(CALL)
+    if call is not None:
+        call.require_operator()
+    services: Services = call.services if call is not None else request.scope["state"]["services"]
+    totals = await services.figures.totals()
+    text = render(totals, services.placement.fleet.units, services.config.placement.stale_after_ms)
+    return Response(text, media_type=CONTENT_TYPE)
+
+
 def usage_answer(rows: list[UsageHour], begin: datetime, end: datetime) -> dict[str, Any]:
     total, by_pipeline = UsageSum(), defaultdict[str, UsageSum](UsageSum)
     for row in rows:
@@ -138,14 +173,6 @@ def capacity(units: Iterable[FleetUnit], models: frozenset[str] | None) -> float
         for unit in units
         if unit.load.state == UnitState.READY and (models is None or unit.card.model in models)
     )
-
-
-def health(unit: FleetUnit, stale_after_ms: float) -> str:
-    """Return in one word whether a unit gets work. A stale one gets none: nobody knows its load."""
-    state = UnitState(unit.load.state)
-    if state is not UnitState.READY:
-        return state.name.lower()
-    return "healthy" if 0 <= unit.sample_age_ms <= stale_after_ms else "stale"
 
 
 async def _pipeline(call: Call, pipeline_id: str | None) -> PipelineRecord | None:

@@ -406,6 +406,70 @@ class UnitList(Shape):
     units: list[UnitView]
 
 
+class PlacementStory(Shape):
+    """One placement of a step: more than one where a unit turned it away."""
+
+    outcome: Literal["done", "refused", "failed", "cancelled"] | None
+    chosen: CandidateView
+    next_best: list[CandidateView]
+    candidate_count: int
+    rejected_by_code: dict[str, int]
+    decide_us: float
+    fleet_version: int
+    stale_view: bool
+
+
+class ToldError(Shape):
+    code: str
+    param: str | None
+    message: str | None = Field(description="null where it could quote what was sent")
+    details: dict[str, Any]
+
+
+class ActualTimes(Shape):
+    total_ms: float
+    placement_ms: float
+    embed_ms: float
+    search_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    cu_seconds: float
+
+
+class StepStory(Shape):
+    step_id: str
+    type: Literal["retrieval", "generation"] | None = Field(description="null where the step did not end")
+    error: ToldError | None
+    actual: ActualTimes | None
+    placements: list[PlacementStory]
+
+
+class RunStoryView(Shape):
+    finished: bool
+    ttft_ms: float | None
+    error: ToldError | None
+    usage: UsageView
+    steps: list[StepStory]
+
+
+class Explanation(Shape):
+    """What became of one call, and why. Never a word of its prompt or answer."""
+
+    request_id: str
+    ended_at: str
+    route: str
+    pipeline_id: str | None
+    revision: int
+    model: str
+    outcome: Literal["good", "refused", "cancelled", "failed"]
+    status: int
+    error: ToldError | None
+    total_ms: float
+    usage: UsageView
+    runs: list[RunStoryView]
+
+
 class MetricsBody(Shape):
     request_rate_per_second: float
     p99_latency_ms: float | None = Field(description="of good calls, within 2 %; null without any")

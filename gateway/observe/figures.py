@@ -10,6 +10,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from gateway.observe.explain import explanation_key
 from gateway.observe.histogram import quantile_ms
 from gateway.observe.ledger import (
     ALL,
@@ -21,6 +22,7 @@ from gateway.observe.ledger import (
 )
 from gateway.observe.totals import MICRO, TOTALS, Sums
 from gateway.state import state_errors
+from grid.errors import NotFound
 
 WINDOW_S = 60
 """Of `/v1/metrics`: a whole number of slots and the begun one, so 60 to 65 seconds."""
@@ -189,6 +191,18 @@ class Figures:
                     row = hours.setdefault((at, shown), UsageHour(shown, at))
                     row.used.add({what: count})
         return [hours[key] for key in sorted(hours)]
+
+    async def explained(self, tenant_id: str, request_id: str) -> bytes:
+        """Return the explanation of a call as JSON. Raises NotFound, for another tenant's too."""
+        with state_errors():
+            found: bytes | None = await self._redis.get(explanation_key(tenant_id, request_id))
+        if found is None:
+            raise NotFound(
+                f"there is no explanation of request {request_id!r}: it is not known, still runs, or was too "
+                "long ago",
+                param="request_id",
+            )
+        return found
 
     async def totals(self) -> Sums:
         """Return what the whole cell has counted since it exists."""

@@ -1,8 +1,14 @@
-"""Takes in ended calls and writes their sums to Redis about twice a second: the shell around `ledger.py`.
+"""Takes in ended calls and writes their sums and explanations to Redis, about twice a second.
+
+The shell around `ledger.py` and `explain.py`.
 
 A batch is one script, so it is added whole or not at all, and once: it carries a number that the script
 remembers, and the same batch with the same number is sent again until Redis says that it has it. While Redis
 is away, calls go on being counted in memory, within the ledger's bound.
+
+    zg:{T}:request:ID   the explanation of a call of tenant T
+    zg:{T}:requests     list of the keys of the tenant's explanations, oldest first
+    zg:requests         the same of the whole cell
 """
 
 from __future__ import annotations
@@ -10,13 +16,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from dataclasses import dataclass
 
 import orjson
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway.observe.ledger import Batch, Ledger
+from gateway.observe.explain import explanation, explanation_key
+from gateway.observe.ledger import HOUR_S, Batch, Ledger
 from gateway.observe.story import Story
 from gateway.state import run_script
 from grid.config import Config
@@ -25,6 +33,7 @@ from grid.words import new_id
 
 logger = logging.getLogger(__name__)
 
+EXPLAINED = "zg:requests"
 FLUSH_PERIOD_S = 0.5
 """Figures are seen everywhere within a second; an idle replica writes nothing."""
 BATCH_SERIES = 256
@@ -32,8 +41,16 @@ BATCH_SERIES = 256
 WRITTEN_KEPT_S = 3_600
 """How long Redis remembers a replica's newest batch: far longer than a batch is tried before it succeeds."""
 DAY_S = 86_400
+BATCH_STORIES = 128
+"""Explanations in one script: about 20 µs each to make, so some 3 ms in which no token leaves."""
+MAX_STORIES = 1_024
+"""Calls that wait to be explained; a replica that ends more in one period explains the first of them."""
+MAX_EXPLAINED_OF_TENANT = 10_000
+MAX_EXPLAINED = 30_000
+"""Explanations of the cell: about 2 KB each, so 60 MB of the embedded Redis' 512."""
 
-# KEYS: number of the replica's newest batch. ARGV: number, seconds to remember it, sums, members.
+# KEYS: number of the replica's newest batch, the cell's list of explanations. ARGV: number, seconds to
+# remember it, sums, members, explanations, seconds to keep these, bound of a tenant's, bound of the cell's.
 _ADD = """
 if tonumber(redis.call('GET', KEYS[1]) or '0') >= tonumber(ARGV[1]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
@@ -44,6 +61,15 @@ end
 for _, set in ipairs(cjson.decode(ARGV[4])) do
   redis.call('SADD', set[1], unpack(set[3]))
   redis.call('EXPIRE', set[1], set[2])
+end
+for _, told in ipairs(cjson.decode(ARGV[5])) do
+  redis.call('SET', told[1], told[3], 'EX', ARGV[6])
+  redis.call('RPUSH', told[2], told[1])
+  redis.call('EXPIRE', told[2], ARGV[6])
+  if redis.call('RPUSH', KEYS[2], told[1]) > tonumber(ARGV[8]) then
+    redis.call('DEL', redis.call('LPOP', KEYS[2]))
+  end
+  if redis.call('LLEN', told[2]) > tonumber(ARGV[7]) then redis.call('DEL', redis.call('LPOP', told[2])) end
 end
 return 1
 """
@@ -56,6 +82,7 @@ class _Sending:
     number: int
     sums: bytes
     members: bytes
+    explanations: bytes
 
 
 class Recorder:
@@ -65,6 +92,8 @@ class Recorder:
         self._redis = client
         self._ledger = Ledger(config.observe.usage_kept_days * DAY_S)
         self._written = f"zg:written:{new_id('')}"
+        self._explained_kept_s = config.observe.explained_kept_hours * HOUR_S
+        self._stories: deque[Story] = deque()
         self._number = 0
         self._sending: _Sending | None = None
         self._flushing = asyncio.Lock()
@@ -76,6 +105,8 @@ class Recorder:
         """Count a call. Never raises: a bug here must not be its caller's."""
         try:
             self._ledger.add(story)
+            if story.tenant_id and len(self._stories) < MAX_STORIES:
+                self._stories.append(story)
         except Exception:
             logger.exception("request %s was not counted", story.request_id)
 
@@ -107,17 +138,27 @@ class Recorder:
                 await run_script(
                     self._redis,
                     _ADD,
-                    [self._written],
-                    [sending.number, WRITTEN_KEPT_S, sending.sums, sending.members],
+                    [self._written, EXPLAINED],
+                    [
+                        sending.number,
+                        WRITTEN_KEPT_S,
+                        sending.sums,
+                        sending.members,
+                        sending.explanations,
+                        self._explained_kept_s,
+                        MAX_EXPLAINED_OF_TENANT,
+                        MAX_EXPLAINED,
+                    ],
                 )
                 self._sending = None
 
     def _next(self) -> _Sending | None:
         batch = self._ledger.take(BATCH_SERIES)
-        if batch is None:
+        if batch is None and not self._stories:
             return None
+        stories = [self._stories.popleft() for _ in range(min(BATCH_STORIES, len(self._stories)))]
         self._number += 1
-        return _encoded(self._number, batch)
+        return _encoded(self._number, batch or Batch(), stories)
 
     async def _write_on(self) -> None:
         while not self._closing.is_set():
@@ -138,7 +179,15 @@ class Recorder:
                 self._away = False
 
 
-def _encoded(number: int, batch: Batch) -> _Sending:
+def _encoded(number: int, batch: Batch, stories: list[Story]) -> _Sending:
     sums = [[to.name, to.kept_s, fields] for to, fields in batch.sums.items()]
     members = [[to.name, to.kept_s, sorted(names)] for to, names in batch.members.items()]
-    return _Sending(number, orjson.dumps(sums), orjson.dumps(members))
+    told = [
+        [
+            explanation_key(story.tenant_id, story.request_id),
+            f"zg:{{{story.tenant_id}}}:requests",
+            orjson.dumps(explanation(story)).decode(),
+        ]
+        for story in stories
+    ]
+    return _Sending(number, orjson.dumps(sums), orjson.dumps(members), orjson.dumps(told))

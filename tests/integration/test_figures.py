@@ -208,6 +208,79 @@ async def test_figures_of_mixed_calls_over_two_replicas_are_true(
         assert everything.metrics.error_rate_5xx == pytest.approx(failed / 500)
 
 
+async def test_a_call_can_be_explained_by_any_replica_but_not_to_others(cell: LocalCell) -> None:
+    other_key = await cell.tenant("other")
+    async with cell.client() as one, cell.client(replica=1) as two, cell.client(other_key) as other:
+        pipeline_id = await declared(one)
+        said = "secret words of a prompt"
+        path = f"/v1/pipelines/{pipeline_id}/invoke"
+        answer = await one.post(path, json={"input": said, "stream": False})
+        request_id = answer.headers["x-request-id"]
+        await cell.services.recorder.flush()
+        told = await two.get(f"/v1/requests/{request_id}")
+        assert (await other.get(f"/v1/requests/{request_id}")).status_code == 404
+        assert (await one.get("/v1/requests/req_none")).status_code == 404
+    assert said not in told.text
+    assert answer.json()["output"] not in told.text
+    shown = shapes.Explanation.model_validate(told.json())
+    assert (shown.outcome, shown.pipeline_id, shown.status) == ("good", pipeline_id, 200)
+    assert shown.usage.model_dump() == answer.json()["usage"]
+    (step,) = shown.runs[0].steps
+    assert step.placements[0].chosen.unit_id == answer.json()["placement"][0]["unit_id"]
+    assert step.placements[0].outcome == "done"
+    assert step.placements[0].rejected_by_code, "units of other models are no candidates"
+    assert step.actual is not None
+    assert step.actual.total_ms == answer.json()["timing"][0]["total_ms"]
+
+
+async def test_the_scrape_of_any_replica_is_of_the_whole_cell(cell: LocalCell) -> None:
+    async with cell.client(cell.operator_key) as one, cell.client(cell.operator_key, replica=1) as two:
+        for _, services in cell.replicas:
+            await services.recorder.flush()
+        texts = [(await client.get("/metrics")).text for client in (one, two)]
+    counted = [
+        [line for line in text.split("\n") if line.startswith("zerogrid_requests_total")] for text in texts
+    ]
+    assert counted[0] == counted[1] != []
+    assert 'zerogrid_unit_running{gpu_type="H100",model_name="sim-8b",region="eu-central-1"' in texts[0]
+    async with cell.client() as tenant, cell.client("") as nobody:
+        assert (await tenant.get("/metrics")).status_code == 403
+        assert (await nobody.get("/metrics")).status_code == 401
+
+
+async def test_the_flag_of_a_burst_is_in_a_header_and_hardware_in_detail(cell: LocalCell) -> None:
+    async with cell.client() as client:
+        peek = await client.head("/v1/metrics")
+        assert (peek.status_code, peek.content) == (200, b"")
+        assert peek.headers["x-burst-detection-active"] in ("true", "false")
+        shown = shapes.MetricsView.model_validate(
+            (await client.get("/v1/metrics", params={"detail": "hardware"})).json()
+        )
+        assert shown.hardware is not None
+        assert {unit.unit_id for unit in shown.hardware} == set(cell.units)
+        assert (await client.get("/v1/metrics", params={"pipeline_id": "pl-0"})).status_code == 404
+        assert (await client.head("/v1/metrics", params={"pipeline_id": "pl-0"})).status_code == 404
+        assert (await client.get("/v1/metrics", params={"detail": "soft"})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        ({"since": "2000-01-01T00:00:00Z"}, 200),
+        ({"until": "0001-01-01T00:00:00Z"}, 200),
+        ({"since": "9999-12-31T23:59:59-14:00"}, 400),
+        ({"since": "2030-01-02T00:00:00Z", "until": "2030-01-01T00:00:00Z"}, 400),
+        ({"since": "yesterday"}, 400),
+    ],
+)
+async def test_usage_is_asked_for_by_moments(cell: LocalCell, asked: dict[str, str], status: int) -> None:
+    async with cell.client() as client:
+        answer = await client.get("/v1/usage", params=asked)
+    assert answer.status_code == status, answer.text
+    if status == 200:
+        shapes.UsageAnswer.model_validate(answer.json())
+
+
 async def _step_metrics(client: httpx.AsyncClient, pipeline_id: str) -> shapes.StepMetricsView:
     view = shapes.PipelineView.model_validate((await client.get(f"/v1/pipelines/{pipeline_id}")).json())
     assert view.step_metrics is not None

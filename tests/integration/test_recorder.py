@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from redis.exceptions import ConnectionError
 from support.state import config_at, running_redis
 from support.stories import story
 
+from gateway.observe import recorder as recorder_module
 from gateway.observe.figures import Figures
 from gateway.observe.recorder import Recorder
 from gateway.state import open_redis
 from grid.config import Config
-from grid.errors import Rejected
+from grid.errors import NotFound, Rejected
 
 NOW = 1_800_000_000.0
 
@@ -114,12 +116,34 @@ async def test_replicas_add_up_and_tenants_do_not_see_each_other(redis: Redis, c
     assert await figures.steps("acme", "pl-1", 2) == {}
 
 
+async def test_explanations_are_bounded_for_a_tenant_and_the_cell(
+    redis: Redis, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_EXPLAINED_OF_TENANT", 3)
+    monkeypatch.setattr(recorder_module, "MAX_EXPLAINED", 5)
+    recorder = Recorder(redis, config)
+    for number in range(6):
+        recorder.take(replace(story(ended_at=NOW), request_id=f"req_{number}"))
+    await recorder.flush()
+    for number in range(3):
+        recorder.take(replace(story(tenant_id="other", ended_at=NOW), request_id=f"req_{number}"))
+    await recorder.flush()
+    kept = sorted(key.decode() for key in await redis.keys("zg:*:request:*"))
+    assert kept == [
+        *(f"zg:{{acme}}:request:req_{number}" for number in (4, 5)),
+        *(f"zg:{{other}}:request:req_{number}" for number in (0, 1, 2)),
+    ]
+    assert b'"req_5"' in await Figures(redis).explained("acme", "req_5")
+    with pytest.raises(NotFound):
+        await Figures(redis).explained("acme", "req_0")
+
+
 async def test_what_is_written_does_not_stay_for_ever(redis: Redis, config: Config) -> None:
     recorder = Recorder(redis, config)
     recorder.take(story(ended_at=NOW))
     await recorder.flush()
     lasting = [key for key in await redis.keys("zg:*") if await redis.ttl(key) < 0]
-    assert sorted(lasting) == [b"zg:schema", b"zg:totals"]
+    assert sorted(lasting) == [b"zg:requests", b"zg:schema", b"zg:totals"]
 
 
 async def test_what_waits_is_written_when_a_replica_stops(redis: Redis, config: Config) -> None:

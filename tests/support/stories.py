@@ -5,7 +5,27 @@ from __future__ import annotations
 from gateway.observe.story import Story
 from gateway.pipeline.events import Finished, StepTiming
 from grid.errors import GridError, NoEligibleUnit
-from grid.words import Usage
+from grid.words import Candidate, Decision, Usage
+
+
+def decision(unit_id: str, attempt: int) -> Decision:
+    chosen = Candidate(unit_id, "i", "host", 1, "local", "m", 16, "H100", True, 0.3, 1, 2, 30, 0, 1.0, 0.04)
+    other = chosen._replace(unit_id="unit-b", queue_ms=9.0)
+    rejected = (("region", 2), ("saturated", 1))
+    return Decision(f"req_1/generation-1/{attempt}", chosen, (other,), rejected, (), "m", 1.0, 7, 80.0)
+
+
+def explained_story() -> Story:
+    """Return a good call of one step that a unit turned away and the next one ran."""
+    told = Story("req_1", 0.0, 1000.0, "acme", "/v1/chat/completions")
+    run = told.run("m")
+    run.decided("generation-1", decision("unit-a", 1))
+    run.settled("req_1/generation-1/1", "refused")
+    run.decided("generation-1", decision("unit-c", 2))
+    run.settled("req_1/generation-1/2", "done")
+    run.step(StepTiming("generation-1", "generation", 40.0, prefill_ms=5.0, usage=Usage(3, 0, 2, 0.05)))
+    told.end(200, None, 0.05)
+    return told
 
 
 def story(

@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from support.gateway import FINISH, LISTED, RETRIEVAL, START, refusal, sse
+from support.stories import explained_story
 from typer.testing import CliRunner, Result
 
 from gateway.cli import units
 from gateway.cli.app import app
 from gateway.cli.console import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
+from gateway.observe.explain import explanation
 from grid import client
 
 UNIT = {
@@ -319,6 +321,17 @@ def test_a_ca_file_without_certificates_is_named(gateway: Gateway, tmp_path: Pat
     result = grid("units", "--url", "https://127.0.0.1:8000", "--ca", str(tmp_path / "ca.pem"))
     assert result.exit_code == EXIT_USAGE
     assert "ca.pem: holds no certificates to trust" in result.stderr
+
+
+def test_explain_shows_predicted_and_actual_times_and_what_was_rejected(gateway: Gateway) -> None:
+    told = explanation(explained_story())
+    gateway.routes = {("GET", "/v1/requests/req_1"): httpx.Response(200, json=told)}
+    result = grid("explain", "req_1")
+    assert result.exit_code == 0, result.stderr
+    for part in ("unit-a", "unit-b", "30.0", "40.0", "rejected: 2 by region", "good (200)"):
+        assert part in result.stdout
+    assert json.loads(grid("explain", "req_1", "--json").stdout) == told
+    assert grid("explain", "req_2").exit_code == EXIT_FAILED
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""The text that Prometheus reads, by its own parser."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from prometheus_client.parser import text_string_to_metric_families
+from support.fleet import make_card, make_load
+from support.stories import story
+
+from gateway.observe.ledger import Ledger
+from gateway.observe.prometheus import render
+from gateway.observe.totals import TOTALS, Sums
+from grid.words import UNKNOWN, FleetUnit, UnitState
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def totals_of(*statuses: int) -> Sums:
+    ledger, sums = Ledger(1), Counter[str]()
+    for status in statuses:
+        ledger.add(story(status, total_ms=100.0))
+    while (batch := ledger.take(1)) is not None:
+        for to, fields in batch.sums.items():
+            if to.name == TOTALS:
+                sums.update(fields)
+    return dict(sums)
+
+
+def scraped(totals: Sums, *units: FleetUnit) -> Samples:
+    text = render(totals, units, 500.0).decode()
+    samples: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, frozenset(sample.labels.items()))
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+ROUTE = "/v1/chat/completions"
+
+
+def test_calls_tokens_and_times_are_there() -> None:
+    samples = scraped(totals_of(200, 200, 400, 503))
+    requests = {"http_route": ROUTE, "model_name": "m"}
+    assert value(samples, "zerogrid_requests_total", outcome="good", **requests) == 2
+    assert value(samples, "zerogrid_requests_total", outcome="failed", **requests) == 1
+    assert value(samples, "zerogrid_request_errors_total", http_route=ROUTE, code="no_eligible_unit") == 1
+    assert value(samples, "zerogrid_tokens_total", model_name="m", type="output") == 4 * 6
+    assert value(samples, "zerogrid_cu_seconds_total", model_name="m") == 1.0
+    duration, labels = (
+        "gen_ai_server_request_duration_seconds",
+        {"gen_ai_request_model": "m", "http_route": ROUTE},
+    )
+    assert value(samples, f"{duration}_bucket", le="0.08", **labels) == 0
+    assert value(samples, f"{duration}_bucket", le="0.16", **labels) == 2
+    assert value(samples, f"{duration}_bucket", le="+Inf", **labels) == 2
+    assert value(samples, f"{duration}_count", **labels) == 2
+    assert value(samples, f"{duration}_sum", **labels) == 0.2
+    ttft = "gen_ai_server_time_to_first_token_seconds"
+    assert value(samples, f"{ttft}_sum", gen_ai_request_model="m") == 0.05
+    token = "gen_ai_server_time_per_output_token_seconds"
+    assert value(samples, f"{token}_sum", gen_ai_request_model="m") == 0.02
+
+
+def test_a_models_name_may_hold_the_separator() -> None:
+    samples = scraped({"requests|/v1/x|a|b|good": 1, "ttft|a|b|0": 1, "ttft|a|b|us": 5})
+    assert (
+        value(samples, "zerogrid_requests_total", http_route="/v1/x", model_name="a|b", outcome="good") == 1
+    )
+    assert value(samples, "gen_ai_server_time_to_first_token_seconds_count", gen_ai_request_model="a|b") == 1
+
+
+def test_units_show_by_name_with_region_and_load() -> None:
+    card = make_card("unit-a", max_running=4)
+    load = make_load(card, running=1, waiting=2, kv_tokens_free=25, kv_tokens_total=100)
+    gone = make_card("unit-b", region="us-east-1")
+    samples = scraped(
+        {},
+        FleetUnit(card, load, 3, 40.0),
+        FleetUnit(gone, make_load(gone, state=int(UnitState.DRAINING), kv_tokens_total=0), 0, UNKNOWN),
+    )
+    labels = {"unit_id": "unit-a", "model_name": "model-x", "region": "eu-central-1", "gpu_type": "A100-80"}
+    assert value(samples, "zerogrid_unit_running", **labels) == 1
+    assert value(samples, "zerogrid_unit_utilisation_ratio", **labels) == 0.25
+    assert value(samples, "zerogrid_unit_waiting", **labels) == 2
+    assert value(samples, "zerogrid_unit_kv_cache_usage_ratio", **labels) == 0.75
+    assert value(samples, "zerogrid_unit_health", health="healthy", **labels) == 1
+    others = {**labels, "unit_id": "unit-b", "region": "us-east-1"}
+    assert value(samples, "zerogrid_unit_health", health="draining", **others) == 1
+    assert ("zerogrid_unit_kv_cache_usage_ratio", frozenset(others.items())) not in samples
