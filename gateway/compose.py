@@ -24,6 +24,7 @@ from gateway.trust.tenants import Tenants
 from grid import heap
 from grid.config import Config
 from grid.errors import GridError, InternalError
+from grid.ray_figures import RayFigures
 from grid.units.supervisor import SupervisorActor
 from placement.actor import PlacementActor
 
@@ -41,13 +42,26 @@ CONTROL_CONCURRENCY = 1000
 """Calls that one actor takes at a time: lifecycle calls only, so this is never reached."""
 
 
+PLACEMENT_FIGURES = {
+    "zerogrid_placement_units": "Units in the view.",
+    "zerogrid_placement_reservations": "Reservations that are held.",
+    "zerogrid_placement_decide_us_p50": "Median computing time of the newest decisions, in microseconds.",
+    "zerogrid_placement_decide_us_p99": "99th percentile of the same.",
+}
+
+
 class RayPlacement(PlacementActor):
     """The placement actor in a process of its own."""
 
     async def _start(self) -> tuple[str, int]:
         address = await super()._start()
+        self._ray_figures = RayFigures(PLACEMENT_FIGURES, {}, self._read)
+        self._ray_figures.start()
         heap.freeze()
         return address
+
+    def _read(self) -> dict[str, float]:
+        return {f"zerogrid_placement_{name}": value for name, value in self.figures().items()}
 
 
 def say(**what: Any) -> None:

@@ -294,6 +294,11 @@ def status(config: Config) -> dict[str, Any]:
     }
 
 
+def ray_targets(config: Config) -> Path:
+    """Return the file in which Ray lists its metrics ports, as Prometheus' `file_sd_configs` reads it."""
+    return cell_paths(config).sockets / "ray" / "prom_metrics_service_discovery.json"
+
+
 def processes(config: Config) -> list[psutil.Process]:
     """Every process of the cell on this machine, whoever started it."""
     return _marked(cell_paths(config))

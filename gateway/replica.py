@@ -6,6 +6,7 @@ stands in front of the replicas, is set up in `proxy.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,9 @@ def build_deployment(config: Config) -> Application:
 
 async def build_replica_services(config: Config) -> Services:
     """Build the services of a replica, which finds its peers through Ray. Runs in the serving loop."""
+    from gateway.observe.recorder import REPLICA_FIGURES
     from gateway.services import build_services
+    from grid.ray_figures import RayFigures
 
     require_uvloop()
     services = await build_services(
@@ -60,8 +63,10 @@ async def build_replica_services(config: Config) -> Services:
         resolve_placement=partial(address_of, "placement"),
         resolve_vectors=partial(address_of, "vectors"),
     )
+    figures = RayFigures(REPLICA_FIGURES, {}, services.recorder.figures)
+    figures.start()
     heap.freeze()
-    return services
+    return replace(services, ray_figures=figures)
 
 
 async def address_of(actor: str) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -28,6 +29,9 @@ from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.wire.link import LinkPool
 from grid.words import UnitState, new_id
 from placement.client import PlacementClient
+
+if TYPE_CHECKING:
+    from grid.ray_figures import RayFigures
 
 Resolve = Callable[[], Awaitable[tuple[str, int]]]
 
@@ -58,6 +62,8 @@ class Services:
     embedder: Embedder
     """For texts that callers want the vectors of, on the links for bulk."""
     tracer: ExportingTracer | None
+    ray_figures: RayFigures | None = None
+    """Where the replica is a process of Ray."""
 
     async def not_ready(self) -> list[str]:
         """Return why the cell can't serve its models now; nothing when it can."""
@@ -80,6 +86,8 @@ class Services:
 
     async def close(self) -> None:
         await self.deployer.close()
+        if self.ray_figures is not None:
+            await self.ray_figures.close()
         await self.recorder.close()
         for store in self.stores.values():
             await store.close()

@@ -146,17 +146,23 @@ class PlacementActor:
 
     async def stats(self) -> dict[str, Any]:
         """Return counts and percentiles as plain values; no request's content is among them."""
-        spent = sorted(self._decide_us)
         return {
-            "units": len(self._view.units),
+            **self.figures(),
             "fleet_version": self._view.version,
-            "reservations": self._view.reservations,
             "load": self._view.loads(),
             "watchers": len(self._watchers),
             "mass_stale": self._mass_stale,
             "counts": dict(self._counts),
             "dropped": dict(self._view.dropped),
             "last_flaw": self._view.last_flaw,
+        }
+
+    def figures(self) -> dict[str, float]:
+        """Return the percentiles of the newest decisions, and what is held."""
+        spent = sorted(self._decide_us)
+        return {
+            "units": len(self._view.units),
+            "reservations": self._view.reservations,
             "decide_us_p50": spent[len(spent) // 2] if spent else 0.0,
             "decide_us_p99": spent[len(spent) * 99 // 100] if spent else 0.0,
         }

@@ -21,6 +21,7 @@ from gateway.observe.ledger import (
     STEP_SLOT_S,
 )
 from gateway.observe.totals import MICRO, TOTALS, Sums
+from gateway.pipeline.tables import as_bytes
 from gateway.state import state_errors
 from grid.errors import NotFound
 
@@ -195,14 +196,14 @@ class Figures:
     async def explained(self, tenant_id: str, request_id: str) -> bytes:
         """Return the explanation of a call as JSON. Raises NotFound, for another tenant's too."""
         with state_errors():
-            found: bytes | None = await self._redis.get(explanation_key(tenant_id, request_id))
+            found = await self._redis.get(explanation_key(tenant_id, request_id))
         if found is None:
             raise NotFound(
                 f"there is no explanation of request {request_id!r}: it is not known, still runs, or was too "
                 "long ago",
                 param="request_id",
             )
-        return found
+        return as_bytes(found)
 
     async def totals(self) -> Sums:
         """Return what the whole cell has counted since it exists."""

@@ -18,6 +18,7 @@ import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 from redis.asyncio import Redis
@@ -25,7 +26,7 @@ from redis.exceptions import RedisError
 
 from gateway.observe.explain import explanation, explanation_key
 from gateway.observe.ledger import HOUR_S, Batch, Ledger
-from gateway.observe.story import Story
+from gateway.observe.story import CLIENT_LEFT, Story
 from gateway.state import run_script
 from grid.config import Config
 from grid.errors import GridError
@@ -48,6 +49,12 @@ MAX_STORIES = 1_024
 MAX_EXPLAINED_OF_TENANT = 10_000
 MAX_EXPLAINED = 30_000
 """Explanations of the cell: about 2 KB each, so 60 MB of the embedded Redis' 512."""
+
+REPLICA_FIGURES = {
+    "zerogrid_gateway_calls": "Calls that have ended at this replica since it started.",
+    "zerogrid_gateway_calls_failed": "Those of them that failed.",
+    "zerogrid_gateway_calls_uncounted": "Calls that found no room while Redis was away.",
+}
 
 # KEYS: number of the replica's newest batch, the cell's list of explanations. ARGV: number, seconds to
 # remember it, sums, members, explanations, seconds to keep these, bound of a tenant's, bound of the cell's.
@@ -95,6 +102,7 @@ class Recorder:
         self._explained_kept_s = config.observe.explained_kept_hours * HOUR_S
         self._stories: deque[Story] = deque()
         self._number = 0
+        self._calls = self._failed = 0
         self._sending: _Sending | None = None
         self._flushing = asyncio.Lock()
         self._loop: asyncio.Task[None] | None = None
@@ -103,8 +111,13 @@ class Recorder:
 
     def take(self, story: Story) -> None:
         """Count a call. Never raises: a bug here must not be its caller's."""
+        self._calls += 1
+        self._failed += story.status >= 500
         try:
             self._ledger.add(story)
+            if story.status == CLIENT_LEFT:
+                for run in story.runs:
+                    run.late = partial(self.charge, story)
             if story.tenant_id and len(self._stories) < MAX_STORIES:
                 self._stories.append(story)
         except Exception:
@@ -113,6 +126,10 @@ class Recorder:
     def charge(self, story: Story, cu_seconds: float) -> None:
         """Add compute of a call that was taken before its unit had said what it took."""
         self._ledger.charge(story.tenant_id, story.pipeline_id, story.model, cu_seconds, int(story.ended_at))
+
+    def figures(self) -> dict[str, float]:
+        """Return this replica's own `REPLICA_FIGURES`."""
+        return dict(zip(REPLICA_FIGURES, (self._calls, self._failed, self._ledger.dropped), strict=True))
 
     def start(self) -> None:
         """Begin to write, in the running loop."""
@@ -163,7 +180,8 @@ class Recorder:
     async def _write_on(self) -> None:
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), FLUSH_PERIOD_S)
+                async with asyncio.timeout(FLUSH_PERIOD_S):
+                    await self._closing.wait()
             try:
                 await self.flush()
             except (GridError, RedisError) as error:

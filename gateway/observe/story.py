@@ -8,6 +8,7 @@ prompt and no answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -58,6 +59,8 @@ class RunStory:
     """From the start of the run to its first token; 0 where none came."""
     finished: bool = False
     error: GridError | None = None
+    late: Callable[[float], None] | None = None
+    """Told of compute that becomes known after the call was counted."""
 
     def decided(self, step_id: str, decision: Decision) -> None:
         self.attempts.append(Attempt(step_id, decision))
@@ -81,6 +84,12 @@ class RunStory:
     def left(self, usage: Usage) -> None:
         """The client has left in the middle of a step; it pays for what was generated."""
         self._charge(usage)
+
+    def charge_late(self, cu_seconds: float) -> None:
+        """The unit says what a stream took that its client has left."""
+        self._charge(Usage(cu_seconds=cu_seconds))
+        if self.late is not None:
+            self.late(cu_seconds)
 
     def hear(self, event: RunEvent) -> None:
         """Take the last one of the events that a run yields together."""

@@ -27,6 +27,7 @@ from gateway.pipeline.events import (
     StepPlacement,
     StepTiming,
 )
+from gateway.pipeline.farewell import Farewells
 from gateway.pipeline.plan import GenerationPlan, Plan, estimated_tokens
 from gateway.pipeline.spans import GenerationEnd, generation_span
 from grid.errors import Cancelled, GridError
@@ -74,6 +75,7 @@ class Delivery:
         *,
         placement: Places,
         links: Links,
+        farewells: Farewells,
         noted: RunStory,
     ) -> None:
         control = generation.stream_control
@@ -82,6 +84,7 @@ class Delivery:
         self._before = before
         self._placement = placement
         self._links = links
+        self._farewells = farewells
         self._noted = noted
         self._documents = before.context.texts
         self._began_s = time.monotonic()
@@ -126,9 +129,14 @@ class Delivery:
 
     def leave(self) -> None:
         """Nobody listens any more. Does nothing after the last event."""
-        if self._session.phase is not se.Phase.ENDED:
-            self._noted.left(self._session.usage)
-            self._end_span(time.monotonic(), self._session.usage, error=Cancelled.code)
+        session = self._session
+        if session.phase is not se.Phase.ENDED:
+            self._noted.left(session.usage)
+            self._end_span(time.monotonic(), session.usage, error=Cancelled.code)
+            if session.accepted is not None and self._stream is not None:
+                self._handle(se.ClientGone())
+                self._farewells.hear(self._stream, self._noted.charge_late)
+                self._stream = None
         self._handle(se.ClientGone())
         self._close_stream()
         self._alarm.cancel()

@@ -116,8 +116,10 @@ class Deployer:
                 log.warning("pipelines were not looked at: %s", error.message)
             except Exception:
                 log.exception("looking at pipelines failed")
+            # Not `wait_for`: it may swallow a cancel that comes together with a wake, and `close` waits for ever.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._waking.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._waking.wait()
 
     async def _look(self, tenant_id: str, pipeline_id: str, now: Seen) -> bool:
         try:

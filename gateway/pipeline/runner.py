@@ -28,6 +28,7 @@ from gateway.pipeline.events import (
     StepPlacement,
     StepTiming,
 )
+from gateway.pipeline.farewell import Farewells
 from gateway.pipeline.frontier import Frontier
 from gateway.pipeline.plan import GenerationPlan, Plan, RetrievalPlan, StepPlan, prompt_estimate
 from grid.errors import DeadlineExceeded, GridError, InternalError, Interrupted, Rejected
@@ -48,6 +49,7 @@ class Runner:
         self._placement = placement
         self._links = links
         self._retrieval = retrieval
+        self._farewells = Farewells()
 
     async def run(self, plan: Plan, story: Story | None = None) -> AsyncGenerator[list[RunEvent], None]:
         """Yield the events of one run, as `events.py` orders them; at once all that are there, at least one.
@@ -56,7 +58,7 @@ class Runner:
         failures are the last event.
         """
         noted = story.run(plan.model) if story is not None else RunStory()
-        earlier = _Earlier(plan, self._placement, self._links, self._retrieval, noted)
+        earlier = _Earlier(plan, self._placement, self._links, self._retrieval, self._farewells, noted)
         delivery: Delivery | None = None
         try:
             if plan.earlier:
@@ -94,9 +96,16 @@ class _Earlier:
     """The steps before the answer, and what they made."""
 
     def __init__(
-        self, plan: Plan, placement: Places, links: Links, retrieval: Searches, noted: RunStory
+        self,
+        plan: Plan,
+        placement: Places,
+        links: Links,
+        retrieval: Searches,
+        farewells: Farewells,
+        noted: RunStory,
     ) -> None:
         self._plan = plan
+        self._farewells = farewells
         self._noted = noted
         self._placement = placement
         self._links = links
@@ -199,7 +208,13 @@ class _Earlier:
             placement = step.placement._replace(prompt_tokens=prompt_estimate(messages))
             step = replace(step, messages=messages, placement=placement)
         return Delivery(
-            self._plan, step, before, placement=self._placement, links=self._links, noted=self._noted
+            self._plan,
+            step,
+            before,
+            placement=self._placement,
+            links=self._links,
+            farewells=self._farewells,
+            noted=self._noted,
         )
 
     def _outputs(self, step: StepPlan) -> list[StepDone]:

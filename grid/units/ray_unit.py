@@ -8,8 +8,10 @@ import ray
 
 from grid import heap
 from grid.config import Config, Model
+from grid.ray_figures import RayFigures
 from grid.units import machine
 from grid.units.actor import Site, UnitActor
+from grid.units.figures import TEXTS, UnitFigures, tags
 from grid.words import UnitCard
 
 NAMESPACE = "zerogrid"
@@ -35,10 +37,30 @@ class RayUnit(UnitActor):
             config, model, unit_id, site, resolve_placement=resolve_placement, end_process=os._exit
         )
 
+        self._told = UnitFigures()
+        self._figures: RayFigures | None = None
+
+    def __repr__(self) -> str:
+        """What Ray's dashboard shows of a unit beside its name."""
+        model = self._model
+        engine = f"simulated {model.gpu}" if model.engine == "simulated" else model.engine
+        return f"{model.name} in {self._site.region} ({engine})"
+
     async def start(self) -> UnitCard:
         ready = await super().start()
+        self._figures = RayFigures(TEXTS, tags(ready), self._read)
+        self._figures.start()
         heap.freeze()
         return ready
+
+    async def stop(self) -> None:
+        if self._figures is not None:
+            await self._figures.close()
+        await super().stop()
+
+    def _read(self) -> dict[str, float]:
+        unit = self._ready.unit
+        return self._told.read(unit.card, self._sample(), unit.counters)
 
     async def ping(self) -> None:
         """Answer: the process is up and its loop turns."""

@@ -77,6 +77,9 @@ class Counters:
     cancelled: int = 0
     """Asked by the caller, or its connection was lost."""
     output_tokens: int = 0
+    first_tokens: int = 0
+    first_token_s: float = 0.0
+    """From admission to the first token, over all that had one."""
     embedded_texts: int = 0
     late_events: int = 0
     """Answers of the engine for jobs that had ended: normal after a cancel."""
@@ -250,6 +253,9 @@ class Unit:
         if job.produced + len(step.ids) > budget:
             broken = InternalError(f"the engine passed the budget of {budget} output tokens")
             return self._fail(job, broken, now_s)
+        if job.first_step_s == math.inf and step.ids:
+            self.counters.first_tokens += 1
+            self.counters.first_token_s += now_s - job.accepted_s
         tokens = job.take(step, now_s)
         self.counters.output_tokens += len(step.ids)
         effects: list[ev.Effect] = [] if tokens is None else [ev.Send(job.peer, tokens)]

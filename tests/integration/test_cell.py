@@ -11,6 +11,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from support import prometheus
 from support.certificates import self_signed
 
 from gateway import launch
@@ -33,6 +36,8 @@ from grid.runs import Retrieved, Started, Token
 pytestmark = [pytest.mark.cell, pytest.mark.timeout(420)]
 
 MODEL = "sim-8b"
+DASHBOARD_WITHIN_S = 60.0
+"""Ray shows what its processes report every ten seconds."""
 SOURCE = {"name": "kb", "type": "qdrant", "embedding_model": "all-minilm-l6-v2"}
 CONTRACT: dict[str, Any] = {
     "name": "support",
@@ -200,6 +205,55 @@ def test_a_taken_port_is_named(config: Config, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"set gateway\.port") as raised:
         launch.up(other)
     assert raised.value.param == "gateway.port"
+
+
+@contextmanager
+def calls_of_all_kinds(cell: launch.CellInfo) -> Iterator[None]:
+    """Keep the cell busy with answers, mistakes of a caller, and a pipeline that no unit can run."""
+    ended = threading.Event()
+
+    def call() -> None:
+        with httpx.Client(base_url=cell.base_url, headers={"x-api-key": str(cell.tenant_key)}) as client:
+            listed = client.get("/v1/pipelines").json()["pipelines"]
+            too_large = next(row["pipeline_id"] for row in listed if row["name"] == "too-large")
+            while not ended.is_set():
+                chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+                assert client.post("/v1/chat/completions", json=chat).status_code == 200
+                assert client.post("/v1/chat/completions", json={}).status_code == 400
+                failed = client.post(f"/v1/pipelines/{too_large}/invoke", json={"input": "x"})
+                assert failed.status_code == 503
+
+    with ThreadPoolExecutor(1) as other:
+        calling = other.submit(call)
+        try:
+            yield
+        finally:
+            ended.set()
+        calling.result()
+
+
+@pytest.mark.skipif(prometheus.SERVER is None, reason="no Prometheus here: install the package `prometheus`")
+def test_every_query_of_the_dashboard_has_data(cell: launch.CellInfo, config: Config, tmp_path: Path) -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "examples/grafana/cell.json").read_text())
+    written = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
+    waiting = {expression.replace("$__rate_interval", "15s") for expression in written}
+    assert len(waiting) > 15
+    gateway = cell.base_url.removeprefix("http://")
+    targets = launch.ray_targets(config)
+    with (
+        prometheus.scraping(
+            tmp_path / "prometheus", free_port(), gateway, str(cell.operator_key), targets
+        ) as asked,
+        calls_of_all_kinds(cell),
+    ):
+        deadline = time.monotonic() + DASHBOARD_WITHIN_S
+        while waiting and time.monotonic() < deadline:
+            waiting = {expression for expression in waiting if not asked.query(expression)}
+            time.sleep(0.5)
+        assert not waiting
+        for name in ("zerogrid_unit_utilisation_ratio", "ray_zerogrid_unit_utilisation_ratio"):
+            shown = {series["metric"]["unit_id"]: series["metric"]["region"] for series in asked.query(name)}
+            assert shown == dict.fromkeys(cell.units, "eu-central-1"), name
 
 
 def test_the_command_line_tells_of_the_cell(cell: launch.CellInfo, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from support.scripted import (
     until,
 )
 
+from gateway.observe.story import Story
+from gateway.pipeline import farewell
 from gateway.pipeline.context import Context, Found, all_retrieved
 from gateway.pipeline.contract import StreamControl
 from gateway.pipeline.delivery import Alarm
@@ -35,7 +37,7 @@ from gateway.pipeline.events import (
 from gateway.pipeline.runner import Runner
 from gateway.records import RetrievedDocument
 from grid.errors import InvalidRequest, NoEligibleUnit, Saturated, UnitLost
-from grid.wire.messages import Cancel, Refused, Submit
+from grid.wire.messages import Cancel, Failed, Refused, Submit
 from grid.words import Usage
 
 
@@ -153,13 +155,35 @@ async def test_leaving_while_dialling_settles_the_reservation() -> None:
     assert placing.settled == [("req_1/generation-1/1", "cancelled", 0)]
 
 
-async def test_leaving_before_and_after_acceptance_cancels_the_unit() -> None:
+async def test_leaving_before_and_after_acceptance_cancels_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(farewell, "FIGURES_WAIT_S", 0.0)
     for script, tokens in (([], 0), ([ANSWER[:2]], 2)):
         placing, links = Placing(), Links(script)
         await leave(placing, links, lambda links=links: links.streams and not links.streams[0]._script)
         assert placing.settled == [("req_1/generation-1/1", "cancelled", tokens)]
         assert isinstance(links.streams[0].sent[-1], Cancel)
-        assert links.streams[0].is_closed
+        async with asyncio.timeout(5):
+            while not links.streams[0].is_closed:  # noqa: ASYNC110  whoever left waits for nothing
+                await asyncio.sleep(0)
+
+
+async def test_what_an_answer_took_is_charged_though_its_client_left() -> None:
+    story, last = Story("req_1", 0.0, 0.0), asyncio.Event()
+    placing, links = Placing(), Links([ANSWER[:2], [Failed(1, 1, "cancelled", "", 7, 0, 2, 0.5)]])
+    runner = Runner(placement=placing, links=links, retrieval=Searching())
+    events = runner.run(planned(GENERATE), story)
+    await anext(events)
+    late: list[float] = []
+
+    def charged(cu_seconds: float) -> None:
+        late.append(cu_seconds)
+        last.set()
+
+    story.runs[0].late = charged
+    await events.aclose()
+    assert story.usage == Usage(7, 0, 2, 0.0)
+    await asyncio.wait_for(last.wait(), 5)
+    assert (late, story.usage) == ([0.5], Usage(7, 0, 2, 0.5))
 
 
 async def test_closing_the_run_between_events() -> None:
