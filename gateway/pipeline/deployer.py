@@ -116,7 +116,7 @@ class Deployer:
                 log.warning("pipelines were not looked at: %s", error.message)
             except Exception:
                 log.exception("looking at pipelines failed")
-            # Not `wait_for`: it may swallow a cancel that comes together with a wake, and `close` waits for ever.
+            # Not `wait_for`: it can swallow a cancel that comes with a wake, and `close` would wait for ever.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._waking.wait()

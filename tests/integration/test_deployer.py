@@ -94,6 +94,16 @@ def deployer_on(redis: Redis, config: Config, placement: Placement) -> Deployer:
     return Deployer(redis=redis, registry=Registry(redis), placement=placement, config=config)
 
 
+async def test_one_that_is_woken_as_it_closes_ends(redis: Redis, config: Config) -> None:
+    deployer = deployer_on(redis, config, Placement())
+    await deployer.start()
+    async with asyncio.timeout(5):
+        while not deployer._waking._waiters:  # noqa: ASYNC110  its first round is done
+            await asyncio.sleep(0.01)
+        deployer.wake()
+        await deployer.close()
+
+
 async def test_a_pipeline_that_can_run_becomes_active(redis: Redis, config: Config) -> None:
     placement = Placement()
     await add_source(redis, "kb")
