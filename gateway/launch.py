@@ -186,7 +186,7 @@ def _environment(config: Config, paths: Paths) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Streams are drained by Serve before Ray is told to stop; a second wait would only delay.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        "RAY_enable_open_telemetry": "0",
+        "RAY_enable_open_telemetry": "1",
         # Ray replaces a loopback address by the machine's own, unless clusters are off as on macOS.
         **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if on_loopback(config.ray) else {}),
         "PYTHONUNBUFFERED": "1",

@@ -34,8 +34,21 @@ PICTURE = ROOT / "docs/ray-dashboard.png"
 BUSY_S = 15.0
 """Ray's agents report CPU and memory of a process every few seconds."""
 CALLERS = 6
-RENDER_MS = 20_000
-SIZE = "1900,1500"
+RENDER_MS = 25_000
+SIZE = "2600,1700"
+"""All columns of Ray's table of actors, and fifteen rows."""
+FILTER = b"""<script>
+function type(label, value) {
+  const found = [...document.querySelectorAll('label')].find(each => each.textContent === label);
+  const input = found && found.parentElement.querySelector('input');
+  if (!input) { setTimeout(() => type(label, value), 500); return; }
+  Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, 'value').set.call(input, value);
+  input.dispatchEvent(new Event('input', {bubbles: true}));
+}
+type('Class', 'RayUnit');
+type('Page Size', '15');
+</script></body>"""
+"""Types into the dashboard's own filter: units only, all on one page."""
 CHROMIUM = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -119,7 +132,7 @@ def signed_in(dashboard_url: str, token: str) -> Iterator[str]:
             there = http.client.HTTPConnection(str(target.hostname), target.port, timeout=30)
             there.request("GET", self.path, headers={"authorization": f"Bearer {token}"})
             answer = there.getresponse()
-            body = answer.read()
+            body = answer.read().replace(b"</body>", FILTER)
             self.send_response(answer.status)
             self.send_header("content-type", answer.getheader("content-type") or "text/plain")
             self.send_header("content-length", str(len(body)))

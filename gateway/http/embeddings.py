@@ -122,7 +122,7 @@ async def _rows(
                 noted=noted,
             )
         )
-        noted.embedded(embedded.usage)
+        noted.charge(embedded.usage)
         check_length(dimensions, model, embedded.vectors.shape[1])
         rows += list(embedded.vectors)
     return rows

@@ -75,19 +75,15 @@ class RunStory:
         """A step has ended; what it took is charged however the run ends. Tokens are of prompts and texts."""
         self.steps.append(StepEnd(timing, error))
         usage = timing.usage
-        self._charge(usage if timing.type == "generation" else Usage(cu_seconds=usage.cu_seconds))
+        self.charge(usage if timing.type == "generation" else Usage(cu_seconds=usage.cu_seconds))
 
-    def embedded(self, usage: Usage) -> None:
-        """Texts have become vectors that the caller asked for; their tokens count as read."""
-        self._charge(usage)
-
-    def left(self, usage: Usage) -> None:
-        """The client has left in the middle of a step; it pays for what was generated."""
-        self._charge(usage)
+    def charge(self, usage: Usage) -> None:
+        """Add work that is no step's end: vectors for a caller, or what was made for one that has left."""
+        self.usage = self.usage + usage
 
     def charge_late(self, cu_seconds: float) -> None:
         """The unit says what a stream took that its client has left."""
-        self._charge(Usage(cu_seconds=cu_seconds))
+        self.charge(Usage(cu_seconds=cu_seconds))
         if self.late is not None:
             self.late(cu_seconds)
 
@@ -100,9 +96,6 @@ class RunStory:
 
     def fail(self, error: GridError) -> None:
         self.error = error
-
-    def _charge(self, usage: Usage) -> None:
-        self.usage = self.usage + usage
 
 
 @dataclass(slots=True)

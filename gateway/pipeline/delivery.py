@@ -131,7 +131,7 @@ class Delivery:
         """Nobody listens any more. Does nothing after the last event."""
         session = self._session
         if session.phase is not se.Phase.ENDED:
-            self._noted.left(session.usage)
+            self._noted.charge(session.usage)
             self._end_span(time.monotonic(), session.usage, error=Cancelled.code)
             if session.accepted is not None and self._stream is not None:
                 self._handle(se.ClientGone())

@@ -33,7 +33,7 @@ def test_a_step_that_the_client_left_has_no_end() -> None:
     told = Story("req_1", 0.0, 1000.0, "acme", "/v1/chat/completions")
     run = told.run("m")
     run.decided("generation-1", decision("unit-a", 1))
-    run.left(Usage(3, 0, 2, 0.0))
+    run.charge(Usage(3, 0, 2, 0.0))
     told.end(499, None, 0.05)
     shown = Explanation.model_validate(explanation(told))
     assert shown.outcome == "cancelled"
