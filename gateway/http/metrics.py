@@ -113,7 +113,8 @@ async def explain(call: InCall, request_id: str) -> Json:
 
     It is there within a second of the call's end.
     """
-    return Json(await call.services.figures.explained(call.tenant.tenant_id, request_id[:MAX_ID_CHARS]))
+    told = await call.services.figures.explained(call.tenant.tenant_id, request_id[:MAX_ID_CHARS])
+    return Json(orjson.dumps(told))
 
 
 @router.get(

@@ -1,19 +1,22 @@
 """From an ended call to its explanation: what was decided and why, what was predicted and what happened.
 
-Pure, and made off the hot path. Nothing of a prompt or an answer is in it: of the caller's own mistakes only
-code and field are told, because their sentences may quote what was sent.
+Pure: `told` makes a story fit to be stored, in few microseconds and off the hot path, and `explanation` works
+it out for whoever asks. Nothing of a prompt or an answer is in it: of the caller's own mistakes only code and
+field are told, because their sentences may quote what was sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from gateway.observe.story import Attempt, RunStory, StepEnd, Story
+import msgspec
+
+from gateway.observe.story import RunStory, Story, outcome_of
 from gateway.pipeline.events import StepTiming
 from grid.errors import GridError, InternalError, Interrupted, Rejected
-from grid.words import Candidate, Precision, Usage
+from grid.words import Candidate, Decision, Precision, Usage
 
 CELLS_OWN = (Rejected, Interrupted, InternalError)
 """Errors whose sentences the cell makes of what it knows itself."""
@@ -21,26 +24,114 @@ TOLD_DETAILS = ("rejected_by_code", "reasons")
 TIMES = ("total_ms", "placement_ms", "embed_ms", "search_ms", "queue_ms", "prefill_ms", "decode_ms")
 
 
-def explanation(story: Story) -> dict[str, Any]:
-    """Return all that is told of one call, as JSON values."""
-    return {
-        "request_id": story.request_id,
-        "ended_at": _stamp(story.ended_at),
-        "route": story.route,
-        "pipeline_id": story.pipeline_id or None,
-        "revision": story.revision,
-        "model": story.model,
-        "outcome": story.outcome.value,
-        "status": story.status,
-        "error": _error(story.error),
-        "total_ms": round(story.total_ms, 3),
-        "usage": _usage(story.usage),
-        "runs": [_run(run) for run in story.runs],
-    }
+class _Error(NamedTuple):
+    code: str
+    param: str
+    message: str
+    """"" where it may quote what was sent."""
+    details: dict[str, Any]
+
+
+class _Attempt(NamedTuple):
+    step_id: str
+    outcome: str
+    decision: Decision
+
+
+class _Step(NamedTuple):
+    timing: StepTiming
+    error: _Error | None
+
+
+class _Run(NamedTuple):
+    finished: bool
+    ttft_ms: float
+    error: _Error | None
+    usage: Usage
+    attempts: tuple[_Attempt, ...]
+    steps: tuple[_Step, ...]
+
+
+class _Told(NamedTuple):
+    """A story as it is stored. Fields are only appended, each with a default."""
+
+    request_id: str
+    ended_at: float
+    route: str
+    pipeline_id: str
+    revision: int
+    model: str
+    status: int
+    error: _Error | None
+    total_ms: float
+    usage: Usage
+    runs: tuple[_Run, ...]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Told)
+
+
+def told(story: Story) -> bytes:
+    """Return a story as it is stored."""
+    return _ENCODER.encode(
+        _Told(
+            story.request_id,
+            story.ended_at,
+            story.route,
+            story.pipeline_id,
+            story.revision,
+            story.model,
+            story.status,
+            _error(story.error),
+            story.total_ms,
+            story.usage,
+            tuple(map(_run, story.runs)),
+        )
+    )
+
+
+def _run(run: RunStory) -> _Run:
+    return _Run(
+        run.finished,
+        run.ttft_ms,
+        _error(run.error),
+        run.usage,
+        tuple(_Attempt(each.step_id, each.outcome, each.decision) for each in run.attempts),
+        tuple(_Step(each.timing, _error(each.error)) for each in run.steps),
+    )
+
+
+def _error(error: GridError | None) -> _Error | None:
+    if error is None:
+        return None
+    if not isinstance(error, CELLS_OWN):
+        return _Error(error.code, error.param, "", {})
+    details = {name: error.details[name] for name in TOLD_DETAILS if name in error.details}
+    return _Error(error.code, error.param, error.message, details)
 
 
 def explanation_key(tenant_id: str, request_id: str) -> str:
     return f"zg:{{{tenant_id}}}:request:{request_id}"
+
+
+def explanation(stored: bytes) -> dict[str, Any]:
+    """Return all that is told of one call, as JSON values."""
+    told = _DECODER.decode(stored)
+    return {
+        "request_id": told.request_id,
+        "ended_at": _stamp(told.ended_at),
+        "route": told.route,
+        "pipeline_id": told.pipeline_id or None,
+        "revision": told.revision,
+        "model": told.model,
+        "outcome": outcome_of(told.status).value,
+        "status": told.status,
+        "error": _error_view(told.error),
+        "total_ms": round(told.total_ms, 3),
+        "usage": _usage_view(told.usage),
+        "runs": [_run_view(run) for run in told.runs],
+    }
 
 
 def candidate_view(candidate: Candidate) -> dict[str, Any]:
@@ -63,29 +154,29 @@ def candidate_view(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _run(run: RunStory) -> dict[str, Any]:
-    ended = {end.timing.step_id: end for end in run.steps}
+def _run_view(run: _Run) -> dict[str, Any]:
+    ended = {step.timing.step_id: step for step in run.steps}
     step_ids = dict.fromkeys([attempt.step_id for attempt in run.attempts] + list(ended))
     return {
         "finished": run.finished,
         "ttft_ms": round(run.ttft_ms, 3) if run.finished else None,
-        "error": _error(run.error),
-        "usage": _usage(run.usage),
+        "error": _error_view(run.error),
+        "usage": _usage_view(run.usage),
         "steps": [
-            _step(step_id, ended.get(step_id), (a for a in run.attempts if a.step_id == step_id))
+            _step_view(step_id, ended.get(step_id), (a for a in run.attempts if a.step_id == step_id))
             for step_id in step_ids
         ],
     }
 
 
-def _step(step_id: str, end: StepEnd | None, attempts: Iterable[Attempt]) -> dict[str, Any]:
+def _step_view(step_id: str, end: _Step | None, attempts: Iterable[_Attempt]) -> dict[str, Any]:
     """A step without an end was left in the middle."""
     return {
         "step_id": step_id,
         "type": end.timing.type if end is not None else None,
-        "error": _error(end.error) if end is not None else None,
+        "error": _error_view(end.error) if end is not None else None,
         "actual": _actual(end.timing) if end is not None else None,
-        "placements": [_placement(attempt) for attempt in attempts],
+        "placements": [_placement_view(attempt) for attempt in attempts],
     }
 
 
@@ -94,7 +185,7 @@ def _actual(timing: StepTiming) -> dict[str, Any]:
     return {**times, "cu_seconds": round(timing.usage.cu_seconds, 6)}
 
 
-def _placement(attempt: Attempt) -> dict[str, Any]:
+def _placement_view(attempt: _Attempt) -> dict[str, Any]:
     decision = attempt.decision
     return {
         "outcome": attempt.outcome or None,
@@ -108,19 +199,14 @@ def _placement(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _error(error: GridError | None) -> dict[str, Any] | None:
+def _error_view(error: _Error | None) -> dict[str, Any] | None:
     if error is None:
         return None
-    own = isinstance(error, CELLS_OWN)
-    return {
-        "code": error.code,
-        "param": error.param or None,
-        "message": error.message if own else None,
-        "details": {name: error.details[name] for name in TOLD_DETAILS if own and name in error.details},
-    }
+    named = {"code": error.code, "param": error.param or None, "message": error.message or None}
+    return {**named, "details": error.details}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage_view(usage: Usage) -> dict[str, Any]:
     return {**usage._asdict(), "cu_seconds": round(usage.cu_seconds, 6)}
 
 

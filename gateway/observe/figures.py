@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from gateway.observe.explain import explanation_key
+from gateway.observe.explain import explanation, explanation_key
 from gateway.observe.histogram import quantile_ms
 from gateway.observe.ledger import (
     ALL,
@@ -193,8 +193,8 @@ class Figures:
                     row.used.add({what: count})
         return [hours[key] for key in sorted(hours)]
 
-    async def explained(self, tenant_id: str, request_id: str) -> bytes:
-        """Return the explanation of a call as JSON. Raises NotFound, for another tenant's too."""
+    async def explained(self, tenant_id: str, request_id: str) -> dict[str, Any]:
+        """Return the explanation of a call. Raises NotFound, for another tenant's too."""
         with state_errors():
             found = await self._redis.get(explanation_key(tenant_id, request_id))
         if found is None:
@@ -203,7 +203,7 @@ class Figures:
                 "long ago",
                 param="request_id",
             )
-        return as_bytes(found)
+        return explanation(as_bytes(found))
 
     async def totals(self) -> Sums:
         """Return what the whole cell has counted since it exists."""

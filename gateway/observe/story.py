@@ -33,6 +33,14 @@ class Outcome(StrEnum):
     """5xx, or an answer that broke after it had begun."""
 
 
+def outcome_of(status: int) -> Outcome:
+    if status == CLIENT_LEFT:
+        return Outcome.CANCELLED
+    if status >= 500:
+        return Outcome.FAILED
+    return Outcome.REFUSED if status >= 400 else Outcome.GOOD
+
+
 @dataclass(slots=True)
 class Attempt:
     """One placement of one step."""
@@ -139,11 +147,7 @@ class Story:
 
     @property
     def outcome(self) -> Outcome:
-        if self.status == CLIENT_LEFT:
-            return Outcome.CANCELLED
-        if self.status >= 500:
-            return Outcome.FAILED
-        return Outcome.REFUSED if self.status >= 400 else Outcome.GOOD
+        return outcome_of(self.status)
 
     @property
     def usage(self) -> Usage:

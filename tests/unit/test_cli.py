@@ -16,6 +16,7 @@ from gateway.cli import units
 from gateway.cli.app import app
 from gateway.cli.console import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
 from gateway.observe.explain import explanation
+from gateway.observe.explain import told as told_of
 from grid import client
 
 UNIT = {
@@ -324,7 +325,7 @@ def test_a_ca_file_without_certificates_is_named(gateway: Gateway, tmp_path: Pat
 
 
 def test_explain_shows_predicted_and_actual_times_and_what_was_rejected(gateway: Gateway) -> None:
-    told = explanation(explained_story())
+    told = explanation(told_of(explained_story()))
     gateway.routes = {("GET", "/v1/requests/req_1"): httpx.Response(200, json=told)}
     result = grid("explain", "req_1")
     assert result.exit_code == 0, result.stderr

@@ -8,15 +8,15 @@ import pytest
 from support.stories import decision, explained_story, story
 
 from gateway.http.shapes import Explanation
-from gateway.observe.explain import explanation
+from gateway.observe.explain import explanation, told
 from gateway.observe.story import Story
 from grid.errors import ContextOverflow, GridError, InvalidRequest, NoEligibleUnit
 from grid.words import Usage
 
 
 def test_a_moved_step_shows_both_placements_and_predicted_against_actual() -> None:
-    told = explained_story()
-    shown = Explanation.model_validate(explanation(told))
+    ended = explained_story()
+    shown = Explanation.model_validate(explanation(told(ended)))
     (step,) = shown.runs[0].steps
     assert [(p.chosen.unit_id, p.outcome) for p in step.placements] == [
         ("unit-a", "refused"),
@@ -30,12 +30,12 @@ def test_a_moved_step_shows_both_placements_and_predicted_against_actual() -> No
 
 
 def test_a_step_that_the_client_left_has_no_end() -> None:
-    told = Story("req_1", 0.0, 1000.0, "acme", "/v1/chat/completions")
-    run = told.run("m")
+    ended = Story("req_1", 0.0, 1000.0, "acme", "/v1/chat/completions")
+    run = ended.run("m")
     run.decided("generation-1", decision("unit-a", 1))
     run.charge(Usage(3, 0, 2, 0.0))
-    told.end(499, None, 0.05)
-    shown = Explanation.model_validate(explanation(told))
+    ended.end(499, None, 0.05)
+    shown = Explanation.model_validate(explanation(told(ended)))
     assert shown.outcome == "cancelled"
     assert shown.runs[0].steps[0].actual is None
     assert shown.usage.output_tokens == 2
@@ -43,14 +43,14 @@ def test_a_step_that_the_client_left_has_no_end() -> None:
 
 @pytest.mark.parametrize("error", [InvalidRequest("secret words", param="input"), ContextOverflow("secret")])
 def test_a_callers_own_mistake_is_told_without_its_sentence(error: GridError) -> None:
-    text = json.dumps(explanation(story(400, error=error)))
+    text = json.dumps(explanation(told(story(400, error=error))))
     assert "secret" not in text
     assert error.code in text
 
 
 def test_a_refusal_of_placement_is_told_with_its_reasons() -> None:
     error = NoEligibleUnit("no unit", rejected_by_code={"memory": 3}, reasons=["too small"], output="secret")
-    shown = Explanation.model_validate(explanation(story(503, error=error)))
+    shown = Explanation.model_validate(explanation(told(story(503, error=error))))
     assert shown.error is not None
     assert shown.error.message == "no unit"
     assert shown.error.details == {"rejected_by_code": {"memory": 3}, "reasons": ["too small"]}
