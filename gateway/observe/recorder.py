@@ -177,7 +177,7 @@ class Recorder:
             return None
         stories = [self._stories.popleft() for _ in range(min(BATCH_STORIES, len(self._stories)))]
         self._number += 1
-        return _encoded(self._number, batch or Batch(), stories)
+        return encoded(self._number, batch, stories)
 
     async def _write_on(self) -> None:
         while not self._closing.is_set():
@@ -199,7 +199,9 @@ class Recorder:
                 self._away = False
 
 
-def _encoded(number: int, batch: Batch, stories: list[Story]) -> _Sending:
+def encoded(number: int, batch: Batch | None, stories: list[Story]) -> _Sending:
+    """Return a batch as it is sent."""
+    batch = batch or Batch()
     sums = [[to.name, to.kept_s, fields] for to, fields in batch.sums.items()]
     members = [[to.name, to.kept_s, sorted(names)] for to, names in batch.members.items()]
     explanations: list[str | bytes] = []
