@@ -186,13 +186,14 @@ class Recorder:
                     await self._closing.wait()
             try:
                 await self.flush()
-            except (GridError, RedisError) as error:
+            except GridError as error:
                 if not self._away:
                     logger.warning("figures wait in memory: %s", error)
                 self._away = True
             except Exception:
-                # A bug: it costs one batch, and the replica goes on counting.
+                # A bug, or a Redis that can't run the script: it costs this batch, and no other one.
                 logger.exception("figures were not written")
+                self._sending = None
             else:
                 if self._away:
                     logger.warning("figures are written again; %d calls found no room", self._ledger.dropped)
