@@ -26,7 +26,7 @@ from redis.exceptions import RedisError
 
 from gateway.observe.explain import explanation_key, told
 from gateway.observe.ledger import HOUR_S, Batch, Ledger
-from gateway.observe.story import CLIENT_LEFT, Story
+from gateway.observe.story import Story
 from gateway.state import run_script
 from grid.config import Config
 from grid.errors import GridError
@@ -117,8 +117,8 @@ class Recorder:
         self._failed += story.status >= 500
         try:
             self._ledger.add(story)
-            if story.status == CLIENT_LEFT:
-                for run in story.runs:
+            for run in story.runs:
+                if not run.finished:
                     run.late = partial(self.charge, story)
             if story.tenant_id and len(self._stories) < MAX_STORIES:
                 self._stories.append(story)

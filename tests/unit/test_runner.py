@@ -162,9 +162,7 @@ async def test_leaving_before_and_after_acceptance_cancels_the_unit(monkeypatch:
         await leave(placing, links, lambda links=links: links.streams and not links.streams[0]._script)
         assert placing.settled == [("req_1/generation-1/1", "cancelled", tokens)]
         assert isinstance(links.streams[0].sent[-1], Cancel)
-        async with asyncio.timeout(5):
-            while not links.streams[0].is_closed:  # noqa: ASYNC110  whoever left waits for nothing
-                await asyncio.sleep(0)
+        await until(lambda links=links: links.streams[0].is_closed)
 
 
 async def test_what_an_answer_took_is_charged_though_its_client_left() -> None:

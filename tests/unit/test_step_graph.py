@@ -19,6 +19,7 @@ from support.scripted import (
 )
 
 from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
+from gateway.pipeline import farewell
 from gateway.pipeline.context import Context, Found, with_outputs
 from gateway.pipeline.events import Finished, Retrieved, RunFailed, Started, StepDone
 from gateway.pipeline.runner import Runner
@@ -154,7 +155,8 @@ async def test_an_earlier_step_that_fails_fails_the_run_with_a_real_status() -> 
     assert [outcome for _, outcome, _ in placing.settled] == ["failed"]
 
 
-async def test_leaving_in_an_earlier_step_frees_its_unit() -> None:
+async def test_leaving_in_an_earlier_step_frees_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(farewell, "FIGURES_WAIT_S", 0.0)
     placing, links = Placing(), Links([ANSWER[:2]])
     plan = planned(writing("draft"), writing("final", "draft"))
     task = asyncio.create_task(run(plan, placing, links))
@@ -163,7 +165,7 @@ async def test_leaving_in_an_earlier_step_frees_its_unit() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert isinstance(links.streams[0].sent[-1], Cancel)
-    assert links.streams[0].is_closed
+    await until(lambda: links.streams[0].is_closed)
     assert [outcome for _, outcome, _ in placing.settled] == ["cancelled"]
 
 
