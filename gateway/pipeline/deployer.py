@@ -70,6 +70,7 @@ class Deployer:
         """Pipelines that failed, and when; forgotten with the lease, so a new holder looks at all once."""
         self._waking = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def start(self) -> None:
         self._placement.on_fleet(lambda _fleet: self.wake())
@@ -77,6 +78,9 @@ class Deployer:
 
     async def close(self) -> None:
         """Stop, and let another replica go on at once."""
+        # A cancel alone may get lost: what is awaited below can end together with it and swallow it.
+        self._closing = True
+        self.wake()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -108,7 +112,7 @@ class Deployer:
         return changed
 
     async def _run(self) -> None:
-        while True:
+        while not self._closing:
             self._waking.clear()
             try:
                 await self.round()
@@ -116,7 +120,6 @@ class Deployer:
                 log.warning("pipelines were not looked at: %s", error.message)
             except Exception:
                 log.exception("looking at pipelines failed")
-            # Not `wait_for`: it can swallow a cancel that comes with a wake, and `close` would wait for ever.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._waking.wait()
