@@ -26,7 +26,15 @@ class PipelineStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Revision:
+    number: int
+    contract: Contract
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineRecord:
+    """A pipeline; contract, status and reason are those of its newest revision."""
+
     pipeline_id: str
     """`pl-…`"""
     tenant_id: str
@@ -39,6 +47,8 @@ class PipelineRecord:
     created_at: str
     """RFC 3339, UTC."""
     updated_at: str
+    serving: Revision | None = None
+    """While the newest revision is not active: the one before it that was, which calls run meanwhile."""
 
 
 GRID_EMBEDDED_TYPES = frozenset({"qdrant"})

@@ -36,6 +36,8 @@ EVENTS = """\
 Server-sent events in order: `start` (StartEvent), `retrieval` (RetrievalView) for each retrieval step, `step`
 (StepEvent) for each generation step before the answer, `token` (TokenEvent) as the answer's text comes,
 then one `done` (DoneEvent) or `error` (ErrorEnvelope). Comment lines keep idle connections alive.
+With `inputs` every event has an `input` number, each input its own `done` or `error`, and `end` (EndEvent)
+comes last.
 """
 SSE = {
     "type": "object",
@@ -69,8 +71,9 @@ ANSWERED: tuple[type[BaseModel], ...] = (
     shapes.ErrorEnvelope,
     shapes.OpenAIErrorEnvelope,
     shapes.AnthropicErrorEnvelope,
-    shapes.InvokeAnswer,
+    shapes.RunAnswer,
     shapes.OneShotAnswer,
+    shapes.EndEvent,
     shapes.ChatCompletion,
     shapes.Embeddings,
     shapes.MessageAnswer,
@@ -90,8 +93,12 @@ ANY = (400, 401, 403, 500, 503)
 WITH_BODY = (408, 413)
 RUNNING = (404, 429, 504)
 """What routes that run something may answer as well."""
-CREATES = ("/v1/pipelines", "/v1/data-sources")
-"""Their POST takes `idempotency-key`."""
+CREATES = (
+    ("post", "/v1/pipelines"),
+    ("put", "/v1/pipelines/{pipeline_id}"),
+    ("post", "/v1/data-sources"),
+)
+"""They take `idempotency-key`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ HOT = (
         "Run a pipeline",
         "SSE unless `stream` is false, or the caller accepts only `application/json`.",
         Invocation,
-        shapes.InvokeAnswer,
+        shapes.RunAnswer,
         EVENTS,
     ),
     HotRoute(
@@ -210,7 +217,7 @@ PARAMETERS: dict[str, Any] = {
         "name": "idempotency-key",
         "in": "header",
         "schema": {"type": "string"},
-        "description": "Repeated with the same body it returns what the first call made.",
+        "description": "Repeated with the same body it returns what the first call made, as it is now.",
     },
 }
 HEADERS: dict[str, Any] = {
@@ -261,7 +268,7 @@ def _parameters(path: str, method: str) -> list[dict[str, str]]:
     names = ["version", "residency", "clientRequestId"]
     if path.startswith(MESSAGES_PREFIX):
         names.append("messagesVersion")
-    if method == "post" and path in CREATES:
+    if (method, path) in CREATES:
         names.append("idempotencyKey")
     return [{"$ref": f"#/components/parameters/{name}"} for name in names]
 

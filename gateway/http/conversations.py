@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.http.call import Call
-from gateway.http.pipelines import plan_of, refuse_failed
+from gateway.http.pipelines import plan_of, to_run
 from gateway.pipeline.contract import ChatMessage, Contract, GenerationStep, Invocation
 from gateway.pipeline.plan import Plan, plan_chat
 from gateway.records import PipelineRecord
@@ -39,8 +39,7 @@ async def plan_conversation(
             config=call.services.config,
             residency=call.residency,
         )
-    call.story.of(record.pipeline_id, record.revision)
-    refuse_failed(record)
+    record = to_run(call, record)
     record = replace(record, contract=_with_sampling(record.contract, model, sampling))
     return await plan_of(call, record, Invocation.model_construct(messages=messages, stream=stream))
 

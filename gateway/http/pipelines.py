@@ -1,13 +1,16 @@
-"""Pipelines over HTTP: declare, list, read, delete, plan; invoke and one-shot (hot routes, raw ASGI)."""
+"""Pipelines over HTTP: declare, revise, list, read, delete, plan; invoke and one-shot (hot, raw ASGI)."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
+from gateway.http.batches import input_id, streamed_each, whole_each
 from gateway.http.call import Call, InCall, Json
 from gateway.http.documented import body, errors
 from gateway.http.exchange import unless_client_leaves
@@ -16,9 +19,10 @@ from gateway.http.runs import region_header, streamed, whole
 from gateway.http.shapes import Deleted, PipelineList, PipelineView, PlanView
 from gateway.http.views import GridEvents, whole_answer
 from gateway.observe.figures import StepFigures
-from gateway.pipeline.contract import Contract, Invocation, OneShot, RetrievalStep, parse
+from gateway.pipeline.contract import Contract, Invocation, OneShot, RetrievalStep, overridden, parse
 from gateway.pipeline.forecast import forecast
-from gateway.pipeline.plan import Plan, check_models, check_sources, plan_invocation
+from gateway.pipeline.plan import Plan, check_models, check_sources, plan_invocation, streams
+from gateway.pipeline.registry import MAX_PAGE
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
 from gateway.trust.residency import check_marks, texts_within
 from grid.errors import InvalidRequest, NoEligibleUnit, NotFound
@@ -34,23 +38,24 @@ router = APIRouter(tags=["pipelines"])
 )
 async def create_pipeline(call: InCall) -> Json:
     """Declare a pipeline. It answers at once as `deploying`; the status becomes `active` or `failed`."""
-    contract = parse(Contract, await call.body())
-    if call.residency.regions is not None:
-        check_marks(call.residency, texts_within(contract.model_dump()))
-    check_models(contract, call.services.config)
-    check_sources(contract, await present_sources(call, contract), call.services.config)
     record = await call.services.registry.create_pipeline(
-        call.tenant.tenant_id, contract, idempotency_key=call.exchange.header(b"idempotency-key")
+        call.tenant.tenant_id, await declared(call), idempotency_key=call.exchange.header(b"idempotency-key")
     )
     call.services.deployer.wake()
     return Json(orjson.dumps(pipeline_view(record)), status_code=201)
 
 
-@router.get("/v1/pipelines", responses={200: {"model": PipelineList}})
-async def list_pipelines(call: InCall) -> Json:
-    """List the tenant's pipelines, oldest first."""
-    records = await call.services.registry.list_pipelines(call.tenant.tenant_id)
-    return Json(orjson.dumps({"pipelines": [pipeline_view(record) for record in records]}))
+@router.get("/v1/pipelines", responses={200: {"model": PipelineList}, **errors(400)})
+async def list_pipelines(
+    call: InCall,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="at most so many")] = MAX_PAGE,
+    after: Annotated[str, Query(description="the `next` of the page before")] = "",
+) -> Json:
+    """List the tenant's pipelines, oldest first, in pages."""
+    registry = call.services.registry
+    records, following = await registry.list_pipelines(call.tenant.tenant_id, limit=limit, after=after)
+    views = [pipeline_view(record) for record in records]
+    return Json(orjson.dumps({"pipelines": views, "next": following or None}))
 
 
 @router.get("/v1/pipelines/{pipeline_id}", responses={200: {"model": PipelineView}, **errors(404)})
@@ -63,6 +68,34 @@ async def read_pipeline(call: InCall, pipeline_id: str) -> Json:
         for step in record.contract.pipeline.steps
     ]
     return Json(orjson.dumps({**pipeline_view(record), "step_metrics": step_metrics}))
+
+
+@router.put(
+    "/v1/pipelines/{pipeline_id}",
+    responses={200: {"model": PipelineView}, **errors(400, 403, 404, 409, 413, 422)},
+    openapi_extra=body(Contract),
+)
+async def revise_pipeline(call: InCall, pipeline_id: str) -> Json:
+    """Make the body the pipeline's next revision, which is `deploying` as a new pipeline is. Calls in flight
+    finish on the revision that they began with; new ones run the last active one until this one is active."""
+    record = await call.services.registry.revise_pipeline(
+        call.tenant.tenant_id,
+        pipeline_id,
+        await declared(call),
+        idempotency_key=call.exchange.header(b"idempotency-key"),
+    )
+    call.services.deployer.wake()
+    return Json(orjson.dumps(pipeline_view(record)))
+
+
+async def declared(call: Call) -> Contract:
+    """Return the contract in the body, as far as it can be checked before it is deployed."""
+    contract = parse(Contract, await call.body())
+    if call.residency.regions is not None:
+        check_marks(call.residency, texts_within(contract.model_dump()))
+    check_models(contract, call.services.config)
+    check_sources(contract, await present_sources(call, contract), call.services.config)
+    return contract
 
 
 @router.delete("/v1/pipelines/{pipeline_id}", responses={200: {"model": Deleted}, **errors(404)})
@@ -84,6 +117,8 @@ async def dry_run(call: InCall, pipeline_id: str) -> Json:
     if invocation.inputs is not None:
         raise InvalidRequest("inputs: a dry-run plans one call; send one of them as `input`", param="inputs")
     record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
+    if record.serving is not None:
+        record = serving(record)
     return Json(orjson.dumps(await forecast_view(call, record, invocation)))
 
 
@@ -95,9 +130,8 @@ async def forecast_view(call: Call, record: PipelineRecord, invocation: Invocati
 async def invoke(call: Call, pipeline_id: str) -> None:
     """Run a pipeline: SSE unless the body, the contract or the accept header asks for JSON."""
     record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
-    call.story.of(record.pipeline_id, record.revision)
+    record = to_run(call, record)
     invocation = parse(Invocation, await call.body())
-    refuse_failed(record)
     await unless_client_leaves(call.exchange, answer(call, record, invocation))
 
 
@@ -129,33 +163,60 @@ def unstored(call: Call, contract: Contract) -> PipelineRecord:
 
 
 async def answer(call: Call, record: PipelineRecord, invocation: Invocation) -> None:
+    """Run a call, or each of its inputs, and answer it as it asks."""
+    accepts_json = invocation.stream is None and only_json(call.exchange.header(b"accept"))
+    stream = streams(record.contract, invocation) and not accepts_json
     if invocation.inputs is not None:
-        raise InvalidRequest("inputs: lists are not served yet; make a call for each", param="inputs")
+        makers = [
+            partial(plan_of, call, record, each, request_id=input_id(call.request_id, number))
+            for number, each in enumerate(invocation.each())
+        ]
+        control = overridden(record.contract.stream_control, invocation.stream_control)
+        if stream:
+            await streamed_each(call, makers, control.max_latency_ms / 1000)
+        else:
+            await whole_each(call, makers)
+        return
     plan = await plan_of(call, record, invocation)
     run = call.services.runner.run(plan, call.story)
-    json_wanted = invocation.stream is None and only_json(call.exchange.header(b"accept"))
-    if plan.stream and not json_wanted:
+    if stream:
         await streamed(call, plan, run, GridEvents(call.request_id, call.exchange.ecosystem))
     else:
         result = await whole(run)
         await call.exchange.respond(200, whole_answer(result), region_header([*result.ends()]))
 
 
-def refuse_failed(record: PipelineRecord) -> None:
-    """Raise what keeps a pipeline from running. One that is still being deployed is tried."""
+def to_run(call: Call, record: PipelineRecord) -> PipelineRecord:
+    """Return a pipeline as this call runs it, and write down which revision that is. Raises as `serving`."""
+    call.story.of(record.pipeline_id, record.serving.number if record.serving else record.revision)
+    return serving(record)
+
+
+def serving(record: PipelineRecord) -> PipelineRecord:
+    """Return a pipeline as calls run it: while its newest revision is not active, the one before that was.
+
+    One that was never active is tried while it is being deployed. Raises NoEligibleUnit when it failed.
+    """
+    if record.serving is not None:
+        number, contract = record.serving.number, record.serving.contract
+        return replace(record, revision=number, contract=contract, status=PipelineStatus.ACTIVE, serving=None)
     if record.status is PipelineStatus.FAILED:
         raise NoEligibleUnit(
             f"pipeline {record.pipeline_id} is not deployed: {record.reason}",
             pipeline_status=record.status.value,
         )
+    return record
 
 
-async def plan_of(call: Call, record: PipelineRecord, invocation: Invocation | None) -> Plan:
-    """Plan one call of a pipeline. Raises NotFound for a data source that is gone."""
+async def plan_of(
+    call: Call, record: PipelineRecord, invocation: Invocation | None, *, request_id: str = ""
+) -> Plan:
+    """Plan one call of a pipeline, under an id of its own where it has one. Raises NotFound for a data source
+    that is gone."""
     return plan_invocation(
         record.contract,
         invocation,
-        request_id=call.request_id,
+        request_id=request_id or call.request_id,
         pipeline_id=record.pipeline_id,
         revision=record.revision,
         tenant=call.tenant,
@@ -202,9 +263,17 @@ def pipeline_view(record: PipelineRecord) -> dict[str, Any]:
         "pipeline_id": record.pipeline_id,
         "name": record.name,
         "revision": record.revision,
+        "serving_revision": serving_revision(record),
         "status": record.status.value,
         "reason": record.reason or None,
         "created_at": record.created_at,
         "updated_at": record.updated_at,
         "contract": record.contract.model_dump(mode="json", exclude_none=True),
     }
+
+
+def serving_revision(record: PipelineRecord) -> int | None:
+    """Return the active revision, which calls run; None where there is none yet."""
+    if record.serving is not None:
+        return record.serving.number
+    return record.revision if record.status is PipelineStatus.ACTIVE else None

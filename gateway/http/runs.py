@@ -12,6 +12,7 @@ from typing import Any
 
 from gateway.http.call import Call
 from gateway.http.exchange import Header
+from gateway.http.pace import Pace
 from gateway.http.sse import KEEP_ALIVE, SSE_HEADERS, write_events
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, RunFailed, Started, StepDone
 from gateway.pipeline.plan import Plan
@@ -72,6 +73,19 @@ async def whole(run: Run) -> WholeRun:
     return result
 
 
+def pauses(pace: Pace, most_s: float) -> Callable[[object], float]:
+    """Return what says after a write, by its last event, how long to let more gather: only after text, and
+    `most_s` at most."""
+
+    def pause_s(written: object) -> float:
+        if not isinstance(written, Chunk):
+            return 0.0
+        pace.wrote(written.tokens)
+        return pace.pause_s(most_s)
+
+    return pause_s
+
+
 async def streamed(
     call: Call,
     plan: Plan,
@@ -86,12 +100,6 @@ async def streamed(
     """
     # The caller's own bound on how late a token may be holds for the replica's pauses as well.
     most_s = plan.generation.stream_control.max_latency_ms / 1000 if plan.generation is not None else 0.0
-    pace = call.pace
-
-    def pause_s(written: Chunk) -> float:
-        pace.wrote(written.tokens)
-        return pace.pause_s(most_s)
-
     async with aclosing(run):
         first = await anext(run, None)
         if first is None:
@@ -99,6 +107,7 @@ async def streamed(
         if isinstance(first[-1], RunFailed) and not any(isinstance(item, Chunk) for item in first):
             raise failure(first[-1])
         await call.exchange.start(200, [*SSE_HEADERS, *region_header(first)])
+        pause_s = pauses(call.pace, most_s)
         ended = await write_events(first, run, encode, call.exchange.write, pause_s, keep_alive)
         await call.exchange.finish(last if isinstance(ended, Finished) else b"")
 

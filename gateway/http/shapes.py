@@ -124,6 +124,35 @@ class InvokeAnswer(Shape):
     warnings: list[str]
 
 
+class InputAnswer(InvokeAnswer):
+    input: int = Field(description="its place in `inputs`")
+
+
+class InputError(ErrorEnvelope):
+    input: int = Field(description="its place in `inputs`")
+
+
+class BatchAnswer(Shape):
+    """The outcomes of a call with `inputs`, in their order. One that fails does not fail the others."""
+
+    request_id: str
+    pipeline_id: str
+    revision: int
+    results: list[InputAnswer | InputError]
+    succeeded: int
+    failed: int
+    usage: UsageView = Field(description="of all inputs together")
+
+
+class EndEvent(Shape):
+    """SSE event `end`: every one of `inputs` has had its `done` or `error`."""
+
+    request_id: str
+    succeeded: int
+    failed: int
+    usage: UsageView
+
+
 class ChatMessageView(Shape):
     role: Literal["assistant"]
     content: str
@@ -249,7 +278,8 @@ class StepMetricsView(Shape):
 class PipelineView(Shape):
     pipeline_id: str
     name: str
-    revision: int
+    revision: int = Field(description="the newest one; status, reason and contract are its own")
+    serving_revision: int | None = Field(description="the active one, which calls run; null before the first")
     status: Literal["deploying", "active", "failed"]
     reason: str | None = Field(description="why it failed, and what would have to change")
     created_at: str
@@ -260,6 +290,7 @@ class PipelineView(Shape):
 
 class PipelineList(Shape):
     pipelines: list[PipelineView]
+    next: str | None = Field(description="give it as `after` for the next page; null on the last")
 
 
 class CandidateView(Shape):
@@ -330,8 +361,12 @@ class PlanView(Shape):
     warnings: list[str]
 
 
-class OneShotAnswer(RootModel[InvokeAnswer | PlanView]):
-    """The answer, or without input the plan."""
+class RunAnswer(RootModel[InvokeAnswer | BatchAnswer]):
+    """The answer, or of a call with `inputs` all of them."""
+
+
+class OneShotAnswer(RootModel[InvokeAnswer | BatchAnswer | PlanView]):
+    """The answer, or of a call with `inputs` all of them, or without input the plan."""
 
 
 class DataSourceView(Shape):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from gateway.pipeline.events import Chunk, RunEvent
+Item = TypeVar("Item")
+"""What a stream is made of: an event of a run, or one with more about it."""
 
 KEEP_ALIVE_S = 5.0
 """A silence lasts at most twice as long: below the idle limits of common proxies (30 to 60 s)."""
@@ -68,16 +69,16 @@ class KeepAlive:
 
 
 async def write_events(
-    first: list[RunEvent],
-    rest: AsyncGenerator[list[RunEvent], None],
-    encode: Callable[[RunEvent], bytes],
+    first: list[Item],
+    rest: AsyncGenerator[list[Item], None],
+    encode: Callable[[Item], bytes],
     write: Callable[[bytes], Awaitable[None]],
-    pause_s: Callable[[Chunk], float] = lambda _: 0.0,
+    pause_s: Callable[[Item], float] = lambda _: 0.0,
     keep_alive: bytes = KEEP_ALIVE,
-) -> RunEvent:
+) -> Item:
     """Write `first` and all the rest, one write for what comes together; return the last event.
 
-    `pause_s` is told of each write of text, by its last chunk, and says how long to let more gather.
+    `pause_s` is told of each write, by its last event, and says how long to let more gather.
     `keep_alive` is what is written into a silence.
     """
     beats = KeepAlive(write, keep_alive)
@@ -87,7 +88,7 @@ async def write_events(
             last = items[-1]
             await write(encode(last) if len(items) == 1 else b"".join(map(encode, items)))
             beats.written()
-            if isinstance(last, Chunk) and (pause := pause_s(last)):
+            if pause := pause_s(last):
                 await asyncio.sleep(pause)
             following = await anext(rest, None)
             if following is None:

@@ -23,29 +23,35 @@ from gateway.records import RetrievedDocument
 
 
 class GridEvents:
-    """Encodes a run as the grid's own events."""
+    """Encodes a run as the grid's own events; `number` says which of a call's inputs it answers."""
 
-    def __init__(self, request_id: str, ecosystem: Ecosystem) -> None:
+    def __init__(self, request_id: str, ecosystem: Ecosystem, number: int | None = None) -> None:
         self._request_id = request_id
         self._ecosystem = ecosystem
+        self._given: dict[str, Any] = {} if number is None else {"input": number}
+        self._token = b"event: token\ndata: {" + (b"" if number is None else b'"input":%d,' % number)
 
     def __call__(self, item: RunEvent) -> bytes:
         if isinstance(item, Chunk):
-            return b'event: token\ndata: {"index":%d,"text":%b,"tokens":%d}\n\n' % (
+            return b'%b"index":%d,"text":%b,"tokens":%d}\n\n' % (
+                self._token,
                 item.index,
                 orjson.dumps(item.text),
                 item.tokens,
             )
         if isinstance(item, Started):
-            return event("start", start_view(item))
+            return self._event("start", start_view(item))
         if isinstance(item, Retrieved):
-            return event("retrieval", retrieval_view(item))
+            return self._event("retrieval", retrieval_view(item))
         if isinstance(item, StepDone):
-            return event("step", step_view(item))
+            return self._event("step", step_view(item))
         if isinstance(item, Finished):
             moves = sum(placed.moves for placed in item.placement)
-            return event("done", {**finished_view(item), "moves": moves})
-        return event("error", self._ecosystem.envelope(failure(item), self._request_id))
+            return self._event("done", {**finished_view(item), "moves": moves})
+        return self._event("error", self._ecosystem.envelope(failure(item), self._request_id))
+
+    def _event(self, name: str, payload: dict[str, Any]) -> bytes:
+        return event(name, {**self._given, **payload})
 
 
 def whole_answer(result: WholeRun) -> dict[str, Any]:

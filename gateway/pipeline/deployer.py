@@ -25,7 +25,7 @@ from gateway.pipeline.deployment import (
     transition,
 )
 from gateway.pipeline.plan import check_models, check_sources
-from gateway.pipeline.registry import Registry
+from gateway.pipeline.registry import Registry, Unsettled
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
 from gateway.state import Lease
 from grid.config import Config
@@ -66,8 +66,8 @@ class Deployer:
         self._registry = registry
         self._placement = placement
         self._lease = Lease(redis, "deployer", LEASE_S)
-        self._tried: dict[tuple[str, str], Seen] = {}
-        """Pipelines that failed, and when; forgotten with the lease, so a new holder looks at all once."""
+        self._tried: dict[Unsettled, Seen] = {}
+        """Revisions that failed, and when; forgotten with the lease, so a new holder looks at all once."""
         self._waking = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -100,13 +100,13 @@ class Deployer:
             return 0
         now = Seen(self._placement.fleet.version, await self._registry.sources_version())
         unsettled = await self._registry.unsettled()
-        self._tried = {pair: self._tried[pair] for pair in unsettled if pair in self._tried}
-        due = [pair for pair in unsettled if is_due(self._tried.get(pair), now)]
+        self._tried = {each: self._tried[each] for each in unsettled if each in self._tried}
+        due = [each for each in unsettled if is_due(self._tried.get(each), now)]
         # New ones first: a tenant whose many failed pipelines are due again delays nobody's first look.
-        due.sort(key=lambda pair: pair in self._tried)
+        due.sort(key=lambda each: each in self._tried)
         changed = 0
-        for tenant_id, pipeline_id in due[:MAX_LOOKS]:
-            changed += await self._look(tenant_id, pipeline_id, now)
+        for each in due[:MAX_LOOKS]:
+            changed += await self._look(each, now)
         if len(due) > MAX_LOOKS:
             self.wake()
         return changed
@@ -124,20 +124,22 @@ class Deployer:
                 async with asyncio.timeout(POLL_S):
                     await self._waking.wait()
 
-    async def _look(self, tenant_id: str, pipeline_id: str, now: Seen) -> bool:
+    async def _look(self, unsettled: Unsettled, now: Seen) -> bool:
+        tenant_id, pipeline_id, revision = unsettled
         try:
             record = await self._registry.get_pipeline(tenant_id, pipeline_id)
         except NotFound:
             return False  # deleted since the list was read
-        findings = await self._findings(record, now)
-        next_status = transition(record.status, findings)
+        if record.revision != revision:
+            return False  # replaced since then, or remembered from before; the next round sees it
+        next_status = transition(record.status, await self._findings(record, now))
         if next_status is None:
             return False
         written = await self._registry.set_status(
-            tenant_id, pipeline_id, record.revision, next_status.status, next_status.reason
+            tenant_id, pipeline_id, revision, next_status.status, next_status.reason
         )
         if next_status.status is PipelineStatus.FAILED:
-            self._tried[tenant_id, pipeline_id] = now
+            self._tried[unsettled] = now
         return written is not None and written.status is not record.status
 
     async def _findings(self, record: PipelineRecord, now: Seen) -> list[Finding]:

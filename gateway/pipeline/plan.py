@@ -161,8 +161,6 @@ def plan_invocation(
                     residency=residency,
                 )
             )
-    generation = contract.pipeline.generation
-    wanted = call.stream if call.stream is not None else generation and generation.stream
     return Plan(
         request_id=request_id,
         pipeline_id=pipeline_id,
@@ -171,9 +169,16 @@ def plan_invocation(
         steps=tuple(steps),
         allowed_regions=residency.allowed_regions,
         time_limit_s=config.gateway.default_deadline_s,
-        stream=wanted is not False,
+        stream=streams(contract, call),
         warnings=tuple(warnings),
     )
+
+
+def streams(contract: Contract, invocation: Invocation) -> bool:
+    """Say whether a call wants its answer streamed: as it says itself, else as the contract does."""
+    answering = contract.pipeline.generation
+    wanted = invocation.stream if invocation.stream is not None else answering and answering.stream
+    return wanted is not False
 
 
 def plan_chat(

@@ -7,7 +7,7 @@ caller's own namespace and is as unknown there as one that never existed.
     zg:{TENANT}:sources         hash  data source id → record
     zg:{TENANT}:sources-names   hash  name → data source id
     zg:{TENANT}:made:…          what an idempotency key made, for a day
-    zg:unsettled                set of "TENANT PIPELINE": pipelines that are deploying or failed
+    zg:unsettled-pipelines      hash  "TENANT PIPELINE" → revision, of those that are deploying or failed
     zg:sources-version          counter, raised by every change of any data source
 
 `get_pipeline`, `get_source` and `find_source` are on the hot path: they may be `tables.CACHE_S` (1 s) old in
@@ -20,31 +20,43 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
 from gateway.pipeline.contract import Contract
-from gateway.pipeline.stored import load_pipeline, load_source, store_pipeline, store_source
-from gateway.pipeline.tables import Made, Table, Tables, as_bytes
-from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
+from gateway.pipeline.stored import age_of, load_pipeline, load_source, store_pipeline, store_source
+from gateway.pipeline.tables import FIRST_REVISION, Made, Swapped, Table, Tables, as_bytes
+from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus, Revision
 from gateway.state import state_errors
-from grid.errors import Conflict, NotFound, TooLarge
+from grid.errors import Conflict, IdempotencyReused, InvalidRequest, NotFound, TooLarge
 from grid.words import new_id
 
-UNSETTLED = "zg:unsettled"
+UNSETTLED = "zg:unsettled-pipelines"
 SOURCES_VERSION = "zg:sources-version"
 MAX_CONTRACT_BYTES = 64 * 1024
-"""A long system prompt has 20 KB; with a tenant's 1,000 pipelines a list of all stays below 64 MB."""
+"""A long system prompt has 20 KB. A record holds two at most, so a tenant's 1,000 at most 128 MB."""
+MAX_PAGE = 100
+"""Pipelines in one answer: at most 6 MB of contracts, a few hundred KB of usual ones."""
+CURSOR_MARK = "~"
+"""Between the time and the id of a cursor; neither holds one, and URLs take it as it is."""
 MAX_SWAPS = 16
 """Attempts to write over a record that others write too; each failure means that somebody else succeeded."""
 
 PIPELINES = Table("pipelines", "pipeline", "pipeline_id", bound=1_000, unsettled=UNSETTLED)
-"""A list is answered whole; a thousand contracts of a few KB are a few MB."""
+"""All are read to sort them for a page; a thousand contracts of a few KB are a few MB."""
 SOURCES = Table(
     "sources", "data source", "data_source_id", bound=200, unique_names=True, version=SOURCES_VERSION
 )
 """Each is a collection with files of its own in the vector store."""
+
+
+class Unsettled(NamedTuple):
+    """A revision that the deployer has to look at."""
+
+    tenant_id: str
+    pipeline_id: str
+    revision: int
 
 
 class Registry:
@@ -59,24 +71,19 @@ class Registry:
     async def create_pipeline(
         self, tenant_id: str, contract: Contract, *, idempotency_key: str = ""
     ) -> PipelineRecord:
-        """Store a new pipeline as `deploying`. A repeated idempotency key answers as the first call did.
+        """Store a new pipeline as `deploying`. A repeated idempotency key makes nothing: it answers with what
+        the first call made, as that is now.
 
         Raises TooLarge for a contract above `MAX_CONTRACT_BYTES`, IdempotencyReused for the same key with
-        another contract, Conflict at the tenant's bound.
+        another contract or when what it made was deleted, Conflict at the tenant's bound.
         """
-        size = len(contract.model_dump_json().encode())
-        if size > MAX_CONTRACT_BYTES:
-            raise TooLarge(
-                f"the contract has {size} bytes; {MAX_CONTRACT_BYTES} can be stored. "
-                "Send long texts with the call, as `input` or `variables`",
-                param="pipeline",
-            )
+        _check_size(contract)
         new = Made(new_id("pl-"), _now())
         record = PipelineRecord(
             pipeline_id=new.record_id,
             tenant_id=tenant_id,
             name=contract.name or "",
-            revision=1,
+            revision=FIRST_REVISION,
             contract=contract,
             status=PipelineStatus.DEPLOYING,
             reason="",
@@ -91,9 +98,50 @@ class Registry:
             body=contract.model_dump(mode="json"),
             idempotency_key=idempotency_key,
         )
-        return replace(
-            record, pipeline_id=made.record_id, created_at=made.created_at, updated_at=made.created_at
-        )
+        if made == new:
+            return record
+        return load_pipeline(await self._made_before(PIPELINES, tenant_id, made))
+
+    async def revise_pipeline(
+        self, tenant_id: str, pipeline_id: str, contract: Contract, *, idempotency_key: str = ""
+    ) -> PipelineRecord:
+        """Make `contract` the pipeline's next revision, `deploying`; until it is active, calls run the newest
+        one that was. Of several at once each becomes a revision of its own.
+
+        A repeated idempotency key makes no revision, and answers with the pipeline as it is now. Raises
+        NotFound, TooLarge and IdempotencyReused as above.
+        """
+        _check_size(contract)
+        body = contract.model_dump(mode="json")
+        for _attempt in range(MAX_SWAPS):
+            old = await self._tables.read(PIPELINES, tenant_id, pipeline_id)
+            now = load_pipeline(old)
+            active = now.status is PipelineStatus.ACTIVE
+            record = replace(
+                now,
+                name=contract.name or "",
+                revision=now.revision + 1,
+                contract=contract,
+                status=PipelineStatus.DEPLOYING,
+                reason="",
+                updated_at=_now(),
+                serving=Revision(now.revision, now.contract) if active else now.serving,
+            )
+            swapped = await self._tables.swap(
+                PIPELINES,
+                tenant_id,
+                pipeline_id,
+                old,
+                store_pipeline(record),
+                unsettled_revision=record.revision,
+                body=body,
+                idempotency_key=idempotency_key,
+            )
+            if swapped is Swapped.SWAPPED:
+                return record
+            if swapped is Swapped.REPEATED:
+                return load_pipeline(await self._tables.read(PIPELINES, tenant_id, pipeline_id))
+        raise _contended(f"pipeline {pipeline_id}")
 
     async def get_pipeline(self, tenant_id: str, pipeline_id: str) -> PipelineRecord:
         """Raises NotFound, for a foreign id too."""
@@ -103,10 +151,20 @@ class Registry:
 
         return await self._tables.remembered(tenant_id, "pipeline", pipeline_id, load)
 
-    async def list_pipelines(self, tenant_id: str) -> list[PipelineRecord]:
-        """Return the tenant's pipelines, oldest first."""
-        records = [load_pipeline(stored) for stored in await self._tables.read_all(PIPELINES, tenant_id)]
-        return sorted(records, key=lambda record: (record.created_at, record.pipeline_id))
+    async def list_pipelines(
+        self, tenant_id: str, *, limit: int = MAX_PAGE, after: str = ""
+    ) -> tuple[list[PipelineRecord], str]:
+        """Return up to `limit` of the tenant's pipelines, oldest first, and the cursor of the next page.
+
+        `after` is such a cursor, "" for the first page; the cursor of the last page is "". What is made or
+        deleted meanwhile makes no other pipeline come twice or not at all. Raises InvalidRequest.
+        """
+        last = _place(after)
+        stored = await self._tables.read_all(PIPELINES, tenant_id)
+        left = sorted((age, each) for each in stored if (age := age_of(each)) > last)
+        page = [load_pipeline(each) for _, each in left[:limit]]
+        more = len(left) > limit
+        return page, _cursor(page[-1]) if more else ""
 
     async def delete_pipeline(self, tenant_id: str, pipeline_id: str) -> None:
         """Raises NotFound. Calls in flight finish on what they loaded."""
@@ -126,20 +184,35 @@ class Registry:
                 return None
             if (record.status, record.reason) == (status, reason):
                 return record
-            record = replace(record, status=status, reason=reason, updated_at=_now())
             settled = status is PipelineStatus.ACTIVE
-            if await self._tables.swap(
-                PIPELINES, tenant_id, pipeline_id, old, store_pipeline(record), settled=settled
-            ):
+            record = replace(
+                record,
+                status=status,
+                reason=reason,
+                updated_at=_now(),
+                serving=None if settled else record.serving,
+            )
+            swapped = await self._tables.swap(
+                PIPELINES,
+                tenant_id,
+                pipeline_id,
+                old,
+                store_pipeline(record),
+                unsettled_revision=None if settled else revision,
+            )
+            if swapped is Swapped.SWAPPED:
                 return record
-        raise Conflict(f"pipeline {pipeline_id} is being changed by others all the time; try again")
+        raise _contended(f"pipeline {pipeline_id}")
 
-    async def unsettled(self) -> list[tuple[str, str]]:
-        """Return (tenant id, pipeline id) of every pipeline that is deploying or failed. For the deployer."""
+    async def unsettled(self) -> list[Unsettled]:
+        """Return every pipeline whose newest revision is deploying or failed. For the deployer."""
         with state_errors():
-            members = await self._redis.smembers(UNSETTLED)
-        pairs = [as_bytes(member).decode().split(" ", 1) for member in members]
-        return sorted((tenant_id, pipeline_id) for tenant_id, pipeline_id in pairs)
+            revisions = await self._redis.hgetall(UNSETTLED)
+        found = []
+        for member, revision in revisions.items():
+            tenant_id, pipeline_id = as_bytes(member).decode().split(" ", 1)
+            found.append(Unsettled(tenant_id, pipeline_id, int(revision)))
+        return sorted(found)
 
     # --- data sources -----------------------------------------------------------------------
 
@@ -182,7 +255,9 @@ class Registry:
             body=[name, type, dict(config), region, embedding_model, dimension],
             idempotency_key=idempotency_key,
         )
-        return replace(record, data_source_id=made.record_id, created_at=made.created_at)
+        if made == new:
+            return record
+        return load_source(await self._made_before(SOURCES, tenant_id, made))
 
     async def get_source(self, tenant_id: str, data_source_id: str) -> DataSourceRecord:
         """Raises NotFound, for a foreign id too."""
@@ -228,14 +303,53 @@ class Registry:
             record = replace(
                 record, dimension=dimension, document_count=document_count, last_updated_at=_now()
             )
-            if await self._tables.swap(SOURCES, tenant_id, data_source_id, old, store_source(record)):
+            swapped = await self._tables.swap(SOURCES, tenant_id, data_source_id, old, store_source(record))
+            if swapped is Swapped.SWAPPED:
                 return record
-        raise Conflict(f"data source {data_source_id} is being changed by others all the time; try again")
+        raise _contended(f"data source {data_source_id}")
 
     async def sources_version(self) -> int:
         """Return a number that rises with every change of any data source."""
         with state_errors():
             return int(await self._redis.get(SOURCES_VERSION) or 0)
+
+    async def _made_before(self, table: Table, tenant_id: str, made: Made) -> bytes:
+        """Return what an idempotency key made, as it is now. Raises IdempotencyReused when it is gone: a call
+        that is repeated never brings back what was deleted."""
+        try:
+            return await self._tables.read(table, tenant_id, made.record_id)
+        except NotFound:
+            raise IdempotencyReused(
+                f"this idempotency key made {table.noun} {made.record_id}, which was deleted since; use a "
+                "new key to make another",
+                param="idempotency-key",
+            ) from None
+
+
+def _check_size(contract: Contract) -> None:
+    size = len(contract.model_dump_json().encode())
+    if size > MAX_CONTRACT_BYTES:
+        raise TooLarge(
+            f"the contract has {size} bytes; {MAX_CONTRACT_BYTES} can be stored. "
+            "Send long texts with the call, as `input` or `variables`",
+            param="pipeline",
+        )
+
+
+def _contended(what: str) -> Conflict:
+    return Conflict(f"{what} is being changed by others all the time; try again")
+
+
+def _cursor(record: PipelineRecord) -> str:
+    return f"{record.created_at}{CURSOR_MARK}{record.pipeline_id}"
+
+
+def _place(cursor: str) -> tuple[str, str]:
+    """Return what the record of a cursor was ordered by. Raises InvalidRequest for what is none."""
+    created_at, mark, pipeline_id = cursor.partition(CURSOR_MARK)
+    if cursor and not (mark and pipeline_id.startswith("pl-")):
+        raise InvalidRequest("after: is no cursor; give the `next` of the page before", param="after")
+    return created_at, pipeline_id
 
 
 def _now() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, TypeVar
 
 import orjson
@@ -24,11 +25,12 @@ MAX_IDEMPOTENCY_KEY_CHARS = 255
 CACHE_S = 1.0
 """How long another process' change may stay unseen; at 1,500 requests a second one read serves them all."""
 CACHED_RECORDS = 4_096
+FIRST_REVISION = 1
 
 Record = TypeVar("Record")
 
 # KEYS: records, names (or ""), idempotency (or ""), unsettled (or ""), sources version (or "").
-# ARGV: id, record, bound, name, body hash, seconds, created_at, unsettled member.
+# ARGV: id, record, bound, name, body hash, seconds, created_at, unsettled field, its revision.
 _CREATE = """
 if KEYS[3] ~= '' then
   local made = redis.call('GET', KEYS[3])
@@ -41,26 +43,37 @@ if KEYS[2] ~= '' then redis.call('HSET', KEYS[2], ARGV[4], ARGV[1]) end
 if KEYS[3] ~= '' then
   redis.call('SET', KEYS[3], ARGV[1] .. ' ' .. ARGV[7] .. ' ' .. ARGV[5], 'EX', ARGV[6])
 end
-if KEYS[4] ~= '' then redis.call('SADD', KEYS[4], ARGV[8]) end
+if KEYS[4] ~= '' then redis.call('HSET', KEYS[4], ARGV[8], ARGV[9]) end
 if KEYS[5] ~= '' then redis.call('INCR', KEYS[5]) end
 return {'made', ''}
 """
 
-# KEYS: records, unsettled (or ""), sources version (or "").
-# ARGV: id, old record, new record, add|remove, unsettled member.
+# KEYS: records, unsettled (or ""), sources version (or ""), idempotency (or "").
+# ARGV: id, old record, new record, unsettled field, its revision ("" if settled), body hash, seconds.
 _SWAP = """
-if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+if KEYS[4] ~= '' then
+  local made = redis.call('GET', KEYS[4])
+  if made then return {'repeated', made} end
+end
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return {'stale', ''} end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-if KEYS[2] ~= '' then redis.call(ARGV[4] == 'add' and 'SADD' or 'SREM', KEYS[2], ARGV[5]) end
+if KEYS[2] ~= '' then
+  if ARGV[5] ~= '' then
+    redis.call('HSET', KEYS[2], ARGV[4], ARGV[5])
+  else
+    redis.call('HDEL', KEYS[2], ARGV[4])
+  end
+end
 if KEYS[3] ~= '' then redis.call('INCR', KEYS[3]) end
-return 1
+if KEYS[4] ~= '' then redis.call('SET', KEYS[4], ARGV[6], 'EX', ARGV[7]) end
+return {'swapped', ''}
 """
 
-# KEYS: records, names (or ""), unsettled (or ""), sources version (or ""). ARGV: id, name, member.
+# KEYS: records, names (or ""), unsettled (or ""), sources version (or ""). ARGV: id, name, unsettled field.
 _DELETE = """
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
 if KEYS[2] ~= '' then redis.call('HDEL', KEYS[2], ARGV[2]) end
-if KEYS[3] ~= '' then redis.call('SREM', KEYS[3], ARGV[3]) end
+if KEYS[3] ~= '' then redis.call('HDEL', KEYS[3], ARGV[3]) end
 if KEYS[4] ~= '' then redis.call('INCR', KEYS[4]) end
 return 1
 """
@@ -77,9 +90,19 @@ class Table:
     """Records of one tenant."""
     unique_names: bool = False
     unsettled: str = ""
-    """Set of "TENANT ID" of records that are not settled."""
+    """Hash "TENANT ID" → revision of the records that are not settled."""
     version: str = ""
     """Counter that every change raises."""
+
+
+class Swapped(StrEnum):
+    """What came of writing over a record."""
+
+    SWAPPED = "swapped"
+    STALE = "stale"
+    """Others wrote first; nothing was written."""
+    REPEATED = "repeated"
+    """The idempotency key did it before; nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +135,7 @@ class Tables:
 
         Raises IdempotencyReused if that had another `body`, Conflict for a taken name and at the bound.
         """
-        if len(idempotency_key) > MAX_IDEMPOTENCY_KEY_CHARS:
-            raise InvalidRequest(
-                f"an idempotency key has at most {MAX_IDEMPOTENCY_KEY_CHARS} characters",
-                param="idempotency-key",
-            )
-        made_key = key(tenant_id, f"made:{table.kind}:{_hash(idempotency_key)}") if idempotency_key else ""
-        body_hash = _hash(orjson.dumps(body, option=orjson.OPT_SORT_KEYS))
+        made_key, body_hash = _made_key(tenant_id, table.kind, idempotency_key), _body_hash(body)
         outcome, detail = await run_script(
             self._redis,
             _CREATE,
@@ -132,15 +149,12 @@ class Tables:
                 IDEMPOTENCY_S,
                 new.created_at,
                 _member(tenant_id, new.record_id),
+                FIRST_REVISION,
             ],
         )
         if outcome == b"repeated":
             record_id, created_at, made_from = as_bytes(detail).decode().split(" ")
-            if made_from != body_hash:
-                raise IdempotencyReused(
-                    "this idempotency key was used with another body; use a new key for a new request",
-                    param="idempotency-key",
-                )
+            _check_repeat(made_from, body_hash)
             return Made(record_id, created_at)
         if outcome == b"name":
             raise Conflict(f"there already is a {table.noun} named {name!r}; choose another", param="name")
@@ -171,17 +185,36 @@ class Tables:
             return [as_bytes(stored) for stored in await self._redis.hvals(key(tenant_id, table.kind))]
 
     async def swap(
-        self, table: Table, tenant_id: str, record_id: str, old: bytes, new: bytes, *, settled: bool = True
-    ) -> bool:
-        """Write `new` only if the record still is `old`; True when it was."""
-        done = await run_script(
+        self,
+        table: Table,
+        tenant_id: str,
+        record_id: str,
+        old: bytes,
+        new: bytes,
+        *,
+        unsettled_revision: int | None = None,
+        body: Any = None,
+        idempotency_key: str = "",
+    ) -> Swapped:
+        """Write `new` only if the record still is `old`; `unsettled_revision` None: it is settled.
+
+        A repeated idempotency key writes nothing. Raises IdempotencyReused if that had another `body`.
+        """
+        made_key = _made_key(tenant_id, f"{table.kind}:{record_id}", idempotency_key)
+        body_hash = _body_hash(body)
+        outcome, made_from = await run_script(
             self._redis,
             _SWAP,
-            [key(tenant_id, table.kind), table.unsettled, table.version],
-            [record_id, old, new, "remove" if settled else "add", _member(tenant_id, record_id)],
+            [key(tenant_id, table.kind), table.unsettled, table.version, made_key],
+            [
+                *(record_id, old, new, _member(tenant_id, record_id)),
+                *("" if unsettled_revision is None else unsettled_revision, body_hash, IDEMPOTENCY_S),
+            ],
         )
+        if outcome == b"repeated":
+            _check_repeat(as_bytes(made_from).decode(), body_hash)
         self._forget(tenant_id)
-        return bool(done)
+        return Swapped(as_bytes(outcome).decode())
 
     async def delete(self, table: Table, tenant_id: str, record_id: str, name: str = "") -> None:
         """Raises NotFound."""
@@ -221,6 +254,29 @@ def _names(table: Table, tenant_id: str) -> str:
 
 def _member(tenant_id: str, record_id: str) -> str:
     return f"{tenant_id} {record_id}"
+
+
+def _made_key(tenant_id: str, what: str, idempotency_key: str) -> str:
+    """Return where it is kept what an idempotency key made, "" for no key. Raises InvalidRequest."""
+    if not idempotency_key:
+        return ""
+    if len(idempotency_key) > MAX_IDEMPOTENCY_KEY_CHARS:
+        raise InvalidRequest(
+            f"an idempotency key has at most {MAX_IDEMPOTENCY_KEY_CHARS} characters", param="idempotency-key"
+        )
+    return key(tenant_id, f"made:{what}:{_hash(idempotency_key)}")
+
+
+def _body_hash(body: Any) -> str:
+    return _hash(orjson.dumps(body, option=orjson.OPT_SORT_KEYS))
+
+
+def _check_repeat(made_from: str, body_hash: str) -> None:
+    if made_from != body_hash:
+        raise IdempotencyReused(
+            "this idempotency key was used with another body; use a new key for a new request",
+            param="idempotency-key",
+        )
 
 
 def _hash(text: str | bytes) -> str:

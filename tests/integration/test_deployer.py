@@ -16,6 +16,7 @@ from gateway.pipeline import deployer as module
 from gateway.pipeline.contract import Contract
 from gateway.pipeline.deployer import Deployer
 from gateway.pipeline.registry import Registry
+from gateway.pipeline.tables import CACHE_S
 from gateway.records import PipelineRecord, PipelineStatus
 from gateway.state import open_redis
 from grid.config import Config
@@ -112,6 +113,23 @@ async def test_a_pipeline_that_can_run_becomes_active(redis: Redis, config: Conf
     assert await status(redis, made) == (PipelineStatus.ACTIVE, "")
     assert [request.model for request in placement.asked] == [EMBEDDING_MODEL, CHAT_MODEL]
     assert all(request.dry_run for request in placement.asked)
+
+
+async def test_a_new_revision_of_a_failed_pipeline_is_looked_at_at_once(redis: Redis, config: Config) -> None:
+    placement = Placement({CHAT_MODEL: NoEligibleUnit("no unit has the memory", ever=False)})
+    made = await Registry(redis).create_pipeline("acme", contract())
+    now_s = [0.0]
+    registry = Registry(redis, clock=lambda: now_s[0])
+    deployer = Deployer(redis=redis, registry=registry, placement=placement, config=config)
+    assert await deployer.round() == 1
+    placement.refusals.clear()
+    assert await deployer.round() == 0, "nothing changed that it could see"
+    await registry.get_pipeline("acme", made.pipeline_id)
+    await Registry(redis).revise_pipeline("acme", made.pipeline_id, contract())
+    assert await deployer.round() == 0, "it remembers the revision before"
+    now_s[0] += CACHE_S
+    assert await deployer.round() == 1
+    assert await status(redis, made) == (PipelineStatus.ACTIVE, "")
 
 
 async def test_failed_ones_wait_for_a_change_of_the_fleet(redis: Redis, config: Config) -> None:

@@ -304,7 +304,7 @@ async def test_tenants_do_not_see_each_other(cell: LocalCell) -> None:
             assert answer.status_code == unknown.status_code == 404
             mine, theirs = answer.json()["error"], unknown.json()["error"]
             assert {**mine, "message": ""} == {**theirs, "message": ""}
-        assert (await other.get("/v1/pipelines")).json() == {"pipelines": []}
+        assert (await other.get("/v1/pipelines")).json() == {"pipelines": [], "next": None}
         assert (await client.get(f"/v1/pipelines/{pipeline_id}")).status_code == 200
 
 

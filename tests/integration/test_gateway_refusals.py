@@ -105,7 +105,10 @@ BAD = [
     ("tools", CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
     ("log probabilities", CHAT, chat(logprobs=True), 400, "logprobs"),
     ("a picture", CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, None),
-    ("lists of inputs", INVOKE, b'{"inputs": ["a"]}', 400, "inputs"),
+    ("an empty list of inputs", INVOKE, b'{"inputs": []}', 400, "inputs"),
+    ("an input that is no text", INVOKE, b'{"inputs": ["a", 5]}', 400, "inputs[1]"),
+    ("an input and a list of them", INVOKE, b'{"input": "a", "inputs": ["a"]}', 400, "inputs"),
+    ("a list that nobody can run", INVOKE, b'{"inputs": ["a"], "variables": {"x": 1}}', 400, "variables.x"),
 ]
 
 

@@ -15,7 +15,7 @@ from support.state import config_at, running_redis
 from gateway.pipeline import tables
 from gateway.pipeline.contract import Contract
 from gateway.pipeline.registry import PIPELINES, SOURCES, Registry
-from gateway.records import DataSourceRecord, PipelineStatus
+from gateway.records import DataSourceRecord, PipelineStatus, Revision
 from gateway.state import open_redis
 from grid.config import Config
 from grid.errors import (
@@ -73,7 +73,7 @@ async def test_a_pipeline_comes_back_as_it_was_declared(redis: Redis) -> None:
     assert made.pipeline_id.startswith("pl-")
     assert (made.status, made.revision, made.name) == (PipelineStatus.DEPLOYING, 1, "support")
     assert await Registry(redis).get_pipeline("acme", made.pipeline_id) == made
-    assert await Registry(redis).list_pipelines("acme") == [made]
+    assert await Registry(redis).list_pipelines("acme") == ([made], "")
 
 
 async def test_a_foreign_id_answers_like_an_unknown_one(redis: Redis) -> None:
@@ -93,7 +93,7 @@ async def test_a_foreign_id_answers_like_an_unknown_one(redis: Redis) -> None:
                     await method("umbrella", asked)
                 said.append((refused.value.message.replace(asked, "ID"), refused.value.param))
             assert said[0] == said[1]
-    assert await registry.list_pipelines("umbrella") == []
+    assert await registry.list_pipelines("umbrella") == ([], "")
     assert await registry.list_sources("umbrella") == []
     assert await registry.set_status("umbrella", pipeline.pipeline_id, 1, PipelineStatus.ACTIVE, "") is None
     assert (await registry.get_pipeline("acme", pipeline.pipeline_id)).status is PipelineStatus.DEPLOYING
@@ -112,7 +112,7 @@ async def test_everything_survives_a_restart_of_redis(tmp_path: Path) -> None:
         assert await registry.get_pipeline("acme", pipeline.pipeline_id) == pipeline
         assert await registry.find_source("acme", "kb") == kb
         assert await registry.create_pipeline("acme", CONTRACT, idempotency_key="k") == pipeline
-        assert await registry.unsettled() == [("acme", pipeline.pipeline_id)]
+        assert await registry.unsettled() == [("acme", pipeline.pipeline_id, 1)]
         await client.aclose()
 
 
@@ -122,7 +122,7 @@ async def test_an_idempotency_key_makes_one_thing(redis: Redis) -> None:
         *(registry.create_pipeline("acme", CONTRACT, idempotency_key="once") for _call in range(8))
     )
     assert len({record.pipeline_id for record in made}) == 1
-    assert len(await registry.list_pipelines("acme")) == 1
+    assert len((await registry.list_pipelines("acme"))[0]) == 1
     with pytest.raises(IdempotencyReused):
         await registry.create_pipeline(
             "acme", CONTRACT.model_copy(update={"name": "other"}), idempotency_key="once"
@@ -138,11 +138,114 @@ async def test_an_idempotency_key_makes_one_thing(redis: Redis) -> None:
     assert all([0 < await redis.ttl(key) <= tables.IDEMPOTENCY_S for key in keys])
 
 
-async def test_a_repeat_answers_as_the_first_call_did_whatever_came_since(redis: Redis) -> None:
+async def test_a_repeat_answers_with_what_the_first_call_made_as_it_is_now(redis: Redis) -> None:
     registry = Registry(redis)
     first = await registry.create_pipeline("acme", CONTRACT, idempotency_key="k")
-    await registry.set_status("acme", first.pipeline_id, 1, PipelineStatus.ACTIVE, "")
-    assert await registry.create_pipeline("acme", CONTRACT, idempotency_key="k") == first
+    active = await registry.set_status("acme", first.pipeline_id, 1, PipelineStatus.ACTIVE, "")
+    assert await registry.create_pipeline("acme", CONTRACT, idempotency_key="k") == active
+    kb = await source(registry, "acme", idempotency_key="k")
+    touched = await registry.touch_source("acme", kb.data_source_id, document_count=7, dimension=384)
+    assert await source(registry, "acme", idempotency_key="k") == touched
+
+
+async def test_a_repeat_brings_nothing_back_that_was_deleted(redis: Redis) -> None:
+    registry = Registry(redis)
+    pipeline = await registry.create_pipeline("acme", CONTRACT, idempotency_key="k")
+    await registry.delete_pipeline("acme", pipeline.pipeline_id)
+    with pytest.raises(IdempotencyReused, match="deleted since"):
+        await registry.create_pipeline("acme", CONTRACT, idempotency_key="k")
+    kb = await source(registry, "acme", idempotency_key="k")
+    await registry.delete_source("acme", kb.data_source_id)
+    with pytest.raises(IdempotencyReused, match="deleted since"):
+        await source(registry, "acme", idempotency_key="k")
+    assert await registry.list_pipelines("acme") == ([], "")
+    assert await registry.list_sources("acme") == []
+
+
+# --- revisions and pages --------------------------------------------------------------------------
+
+
+def revised(name: str) -> Contract:
+    return CONTRACT.model_copy(update={"name": name})
+
+
+async def test_a_revision_deploys_while_the_active_one_serves(redis: Redis) -> None:
+    registry = Registry(redis)
+    made = await registry.create_pipeline("acme", CONTRACT)
+    await registry.set_status("acme", made.pipeline_id, 1, PipelineStatus.ACTIVE, "")
+    second = await registry.revise_pipeline("acme", made.pipeline_id, revised("second"))
+    assert (second.revision, second.name, second.status) == (2, "second", PipelineStatus.DEPLOYING)
+    assert second.serving == Revision(1, CONTRACT)
+    assert second.created_at == made.created_at
+    assert await Registry(redis).get_pipeline("acme", made.pipeline_id) == second
+    assert await registry.unsettled() == [("acme", made.pipeline_id, 2)]
+    late = await registry.set_status("acme", made.pipeline_id, 1, PipelineStatus.FAILED, "of the old one")
+    assert late is None
+    await registry.set_status("acme", made.pipeline_id, 2, PipelineStatus.FAILED, "no units")
+    third = await registry.revise_pipeline("acme", made.pipeline_id, revised("third"))
+    assert (third.revision, third.serving) == (3, Revision(1, CONTRACT)), "the newest that was active"
+    active = await registry.set_status("acme", made.pipeline_id, 3, PipelineStatus.ACTIVE, "")
+    assert active is not None
+    assert active.serving is None
+    assert await registry.unsettled() == []
+    with pytest.raises(NotFound):
+        await registry.revise_pipeline("umbrella", made.pipeline_id, CONTRACT)
+    await registry.revise_pipeline("acme", made.pipeline_id, CONTRACT)
+    await registry.delete_pipeline("acme", made.pipeline_id)
+    assert await registry.unsettled() == []
+
+
+async def test_revisions_at_the_same_time_are_all_kept_apart(redis: Redis) -> None:
+    registries = [Registry(redis) for _replica in range(8)]
+    made = await registries[0].create_pipeline("acme", CONTRACT)
+    records = await asyncio.gather(
+        *(
+            registry.revise_pipeline("acme", made.pipeline_id, revised(f"by {number}"))
+            for number, registry in enumerate(registries)
+        )
+    )
+    assert sorted(record.revision for record in records) == list(range(2, 10))
+    last = max(records, key=lambda record: record.revision)
+    assert await registries[0].get_pipeline("acme", made.pipeline_id) == last
+
+
+async def test_an_idempotency_key_makes_one_revision(redis: Redis) -> None:
+    registry = Registry(redis)
+    made = await registry.create_pipeline("acme", CONTRACT, idempotency_key="k")
+    other = await registry.create_pipeline("acme", CONTRACT)
+    records = await asyncio.gather(
+        *(
+            registry.revise_pipeline("acme", made.pipeline_id, revised("second"), idempotency_key="k")
+            for _call in range(6)
+        )
+    )
+    assert [record.revision for record in records] == [2] * 6
+    with pytest.raises(IdempotencyReused):
+        await registry.revise_pipeline("acme", made.pipeline_id, revised("third"), idempotency_key="k")
+    elsewhere = await registry.revise_pipeline("acme", other.pipeline_id, CONTRACT, idempotency_key="k")
+    assert elsewhere.revision == 2
+
+
+async def test_pages_hold_every_pipeline_once(redis: Redis) -> None:
+    registry = Registry(redis)
+    made = [await registry.create_pipeline("acme", revised(f"p{n}")) for n in range(7)]
+    await registry.create_pipeline("umbrella", CONTRACT)
+    seen: list[str] = []
+    after, pages = "", 0
+    while after or not pages:
+        page, after = await registry.list_pipelines("acme", limit=3, after=after)
+        seen += [record.pipeline_id for record in page]
+        pages += 1
+        if pages == 1:
+            await registry.delete_pipeline("acme", seen[-1])
+            made.append(await registry.create_pipeline("acme", revised("new")))
+    expected = sorted(made, key=lambda record: (record.created_at, record.pipeline_id))
+    assert seen == [record.pipeline_id for record in expected]
+    assert pages == 3
+    for odd in ("pl-1", "~", "2026~ds-1"):
+        with pytest.raises(InvalidRequest) as refused:
+            await registry.list_pipelines("acme", after=odd)
+        assert refused.value.param == "after"
 
 
 async def test_a_source_name_is_its_tenants_own(redis: Redis) -> None:
@@ -179,12 +282,12 @@ async def test_a_status_is_written_for_the_revision_that_was_looked_at(redis: Re
     failed = await registry.set_status("acme", made.pipeline_id, 1, PipelineStatus.FAILED, "no units")
     assert failed is not None
     assert await registry.get_pipeline("acme", made.pipeline_id) == failed
-    assert await registry.unsettled() == [("acme", made.pipeline_id)]
+    assert await registry.unsettled() == [("acme", made.pipeline_id, 1)]
     await registry.set_status("acme", made.pipeline_id, 1, PipelineStatus.ACTIVE, "")
     assert await registry.unsettled() == []
     await registry.delete_pipeline("acme", made.pipeline_id)
     assert await registry.set_status("acme", made.pipeline_id, 1, PipelineStatus.FAILED, "late") is None
-    assert await registry.list_pipelines("acme") == []
+    assert await registry.list_pipelines("acme") == ([], "")
 
 
 async def test_another_process_change_shows_within_the_bound(redis: Redis) -> None:
@@ -241,4 +344,4 @@ async def test_a_contract_too_large_to_be_kept_is_refused(redis: Redis) -> None:
     contract = Contract.model_validate({"name": "large", "pipeline": {"steps": [large]}})
     with pytest.raises(TooLarge, match="can be stored"):
         await registry.create_pipeline("a", contract)
-    assert await registry.list_pipelines("a") == []
+    assert await registry.list_pipelines("a") == ([], "")

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.http import pace
 from gateway.http.pace import LAGGING_S, MANY_STREAMS, MANY_TOKENS_PER_S, PAUSE_S, TICK_S, Pace
+from gateway.http.runs import pauses
 from gateway.http.sse import write_events
 from gateway.pipeline.events import Chunk, Finished, RunEvent
 from grid.words import Usage
@@ -83,10 +84,10 @@ async def test_only_text_is_waited_for() -> None:
     asked: list[str] = []
     writes: list[bytes] = []
 
-    def pause_s(written: Chunk) -> float:
-        assert written.text == "a"
-        asked.append(writes[-1].decode())
-        return 0.0001
+    class Crowded(Pace):
+        def pause_s(self, most_s: float) -> float:
+            asked.append(writes[-1].decode())
+            return most_s
 
     async def rest() -> AsyncGenerator[list[RunEvent], None]:
         yield [Chunk(0, "a", 1)]
@@ -98,6 +99,6 @@ async def test_only_text_is_waited_for() -> None:
     def encode(item: RunEvent) -> bytes:
         return item.text.encode() if isinstance(item, Chunk) else b"|"
 
-    await write_events([END], rest(), encode, write, pause_s)
+    await write_events([END], rest(), encode, write, pauses(Crowded(), 0.0001))
     assert writes == [b"|", b"a", b"b|"]
     assert asked == ["a"]
