@@ -15,6 +15,8 @@ from support.calls import declared, events, generation
 from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
 
 from gateway.http import shapes
+from gateway.observe.recorder import Recorder
+from gateway.observe.story import Outcome, Story
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOO_LONG = "word " * 5_000
@@ -83,7 +85,11 @@ async def test_a_stream_says_which_input_each_event_is_of(cell: LocalCell) -> No
     assert refused[1]["request_id"] == f"{end.request_id}.1"
 
 
-async def test_a_list_longer_than_the_cell_is_worked_off_over_its_units(cell: LocalCell) -> None:
+async def test_a_list_longer_than_the_cell_is_worked_off_over_its_units(
+    cell: LocalCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stories: list[Story] = []
+    monkeypatch.setattr(Recorder, "take", lambda _, story: stories.append(story))
     async with cell.client() as client:
         path = f"/v1/pipelines/{await declared(client, generation(max_output_tokens=64))}/invoke"
         answer = await client.post(path, json={"inputs": [f"number {n}" for n in range(60)], "stream": False})
@@ -94,6 +100,9 @@ async def test_a_list_longer_than_the_cell_is_worked_off_over_its_units(cell: Lo
     )
     assert set(units) == {f"{CHAT_MODEL}-0", f"{CHAT_MODEL}-1"}
     assert min(units.values()) > 10
+    (story,) = stories
+    assert story.outcome is Outcome.GOOD, "to wait for a place is no failure"
+    assert story.usage.output_tokens == batch.usage.output_tokens == 60 * 64
     await cell.until_idle()
 
 
