@@ -123,7 +123,10 @@ class _Events:
     def __call__(self, told: Told) -> bytes:
         number, item = told
         if isinstance(item, GridError):
-            return event("error", {"input": number, **self._ecosystem.envelope(item, input_id(self._request_id, number))})
+            return event(
+                "error",
+                {"input": number, **self._ecosystem.envelope(item, input_id(self._request_id, number))},
+            )
         if number not in self._encoders:
             self._encoders[number] = GridEvents(input_id(self._request_id, number), self._ecosystem, number)
         encoded = self._encoders[number](item)
