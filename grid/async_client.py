@@ -82,6 +82,18 @@ class AsyncGrid:
         """Make this contract what its name stands for, and return it once it is active."""
         return await self._run(self._operations.apply_pipeline(contract, timeout_s))
 
+    async def plan(self, contract: Mapping[str, Any]) -> Json:
+        """Say what a contract would do: where its steps would run and why, without running anything."""
+        return await self._run(self._operations.plan(contract))
+
+    async def run_once(self, contract: Mapping[str, Any], input: Input, **options: Any) -> Answer:
+        """Run a contract without storing it; `options` as in `Pipeline.invoke`."""
+        return await self._run(self._operations.run_once(contract, input, options))
+
+    def stream_once(self, contract: Mapping[str, Any], input: Input, **options: Any) -> AsyncRun:
+        """Run a contract without storing it, and return its events as they come."""
+        return AsyncRun(self, self._operations.open_once(contract, input, options))
+
     async def sources(self) -> list[Json]:
         return await self._run(self._operations.sources())
 
@@ -181,13 +193,29 @@ class AsyncPipeline:
     async def read(self) -> Json:
         return await self._grid._run(self._grid._operations.pipeline(self.name_or_id))
 
-    async def wait_active(self, timeout_s: float = ACTIVE_TIMEOUT_S) -> Json:
-        """Return the pipeline once it is active. Raises NoEligibleUnit with the reason if it failed."""
-        return await self._grid._run(self._grid._operations.wait_active(self.name_or_id, timeout_s))
+    async def wait_active(self, timeout_s: float = ACTIVE_TIMEOUT_S, revision: int = 0) -> Json:
+        """Return the pipeline once its newest revision, at least `revision`, is active. Raises NoEligibleUnit
+        with the reason if it failed."""
+        return await self._grid._run(self._grid._operations.wait_active(self.name_or_id, timeout_s, revision))
 
     async def invoke(self, input: Input, **options: Any) -> Answer:
         """Run it and return the whole answer; `options` are `variables`, `execution_hints` and so on."""
         return await self._grid._run(self._grid._operations.invoke(self.name_or_id, input, options))
+
+    async def invoke_all(self, inputs: Sequence[Input], **options: Any) -> list[Answer | GridError]:
+        """Run each input, spread over the units; the outcomes, answers or errors, are in the inputs' order.
+
+        Raises the first input's error where none could be run.
+        """
+        return await self._grid._run(self._grid._operations.invoke_all(self.name_or_id, inputs, options))
+
+    async def dry_run(self, input: Input, **options: Any) -> Json:
+        """Say what a call would do now: every step's units, times and reasons. Runs and charges nothing."""
+        return await self._grid._run(self._grid._operations.dry_run(self.name_or_id, input, options))
+
+    async def update(self, contract: Mapping[str, Any]) -> Json:
+        """Make the contract the next revision; `wait_active` with its `revision` waits until it serves."""
+        return await self._grid._run(self._grid._operations.update_pipeline(self.name_or_id, contract))
 
     def stream(self, input: Input, **options: Any) -> AsyncRun:
         """Run it and return its events as they come; a refusal raises at the first."""

@@ -95,6 +95,18 @@ class Grid:
         """Make this contract what its name stands for, and return it once it is active."""
         return self._run(self._operations.apply_pipeline(contract, timeout_s))
 
+    def plan(self, contract: Mapping[str, Any]) -> Json:
+        """Say what a contract would do: where its steps would run and why, without running anything."""
+        return self._run(self._operations.plan(contract))
+
+    def run_once(self, contract: Mapping[str, Any], input: Input, **options: Any) -> Answer:
+        """Run a contract without storing it; `options` as in `Pipeline.invoke`."""
+        return self._run(self._operations.run_once(contract, input, options))
+
+    def stream_once(self, contract: Mapping[str, Any], input: Input, **options: Any) -> Run:
+        """Run a contract without storing it, and return its events as they come."""
+        return Run(self, self._operations.open_once(contract, input, options))
+
     def sources(self) -> list[Json]:
         return self._run(self._operations.sources())
 
@@ -192,13 +204,29 @@ class Pipeline:
     def read(self) -> Json:
         return self._grid._run(self._grid._operations.pipeline(self.name_or_id))
 
-    def wait_active(self, timeout_s: float = ACTIVE_TIMEOUT_S) -> Json:
-        """Return the pipeline once it is active. Raises NoEligibleUnit with the reason if it failed."""
-        return self._grid._run(self._grid._operations.wait_active(self.name_or_id, timeout_s))
+    def wait_active(self, timeout_s: float = ACTIVE_TIMEOUT_S, revision: int = 0) -> Json:
+        """Return the pipeline once its newest revision, at least `revision`, is active. Raises NoEligibleUnit
+        with the reason if it failed."""
+        return self._grid._run(self._grid._operations.wait_active(self.name_or_id, timeout_s, revision))
 
     def invoke(self, input: Input, **options: Any) -> Answer:
         """Run it and return the whole answer; `options` are `variables`, `execution_hints` and so on."""
         return self._grid._run(self._grid._operations.invoke(self.name_or_id, input, options))
+
+    def invoke_all(self, inputs: Sequence[Input], **options: Any) -> list[Answer | GridError]:
+        """Run each input, spread over the units; the outcomes, answers or errors, are in the inputs' order.
+
+        Raises the first input's error where none could be run.
+        """
+        return self._grid._run(self._grid._operations.invoke_all(self.name_or_id, inputs, options))
+
+    def dry_run(self, input: Input, **options: Any) -> Json:
+        """Say what a call would do now: every step's units, times and reasons. Runs and charges nothing."""
+        return self._grid._run(self._grid._operations.dry_run(self.name_or_id, input, options))
+
+    def update(self, contract: Mapping[str, Any]) -> Json:
+        """Make the contract the next revision; `wait_active` with its `revision` waits until it serves."""
+        return self._grid._run(self._grid._operations.update_pipeline(self.name_or_id, contract))
 
     def stream(self, input: Input, **options: Any) -> Run:
         """Run it and return its events as they come; a refusal raises at the first."""

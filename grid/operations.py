@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 from grid import calls
 from grid.calls import Call
-from grid.errors import DeadlineExceeded, InvalidRequest, NoEligibleUnit, NotFound, Rejected
-from grid.runs import Answer
+from grid.errors import DeadlineExceeded, GridError, InvalidRequest, NoEligibleUnit, NotFound, Rejected
+from grid.runs import Answer, outcome_of
 from grid.words import new_id
 
 Json = dict[str, Any]
@@ -26,6 +26,7 @@ OnProgress = Callable[[int, int], None]
 
 ACTIVE_TIMEOUT_S = 120.0
 """How long a pipeline may take to become active before the wait is given up."""
+ONE_SHOT_PATH = "/v1/pipeline"
 POLL_S = 0.1
 """A deployment is a dry run of milliseconds; this is soon enough for a person, and costs next to nothing."""
 
@@ -159,7 +160,16 @@ class Operations:
         return counts
 
     def pipelines(self) -> Operation[list[Json]]:
-        return self._list("/v1/pipelines", "pipelines")
+        """Return all of them, page by page."""
+        found: list[Json] = []
+        after = ""
+        while True:
+            page = yield from self.call(Call("GET", f"/v1/pipelines{after}"))
+            found += page["pipelines"]
+            # A gateway of an earlier release answers with all at once.
+            if not page.get("next"):
+                return found
+            after = f"?after={_part(page['next'])}"
 
     def pipeline(self, name_or_id: str) -> Operation[Json]:
         """Return a pipeline; of several with one name the newest active one. Raises NotFound."""
@@ -176,18 +186,25 @@ class Operations:
     def create_pipeline(self, contract: Mapping[str, Any]) -> Operation[Json]:
         return self._create("/v1/pipelines", contract)
 
+    def update_pipeline(self, name_or_id: str, contract: Mapping[str, Any]) -> Operation[Json]:
+        """Make the contract the pipeline's next revision; the key makes one that is tried again make one."""
+        record = yield from self.pipeline(name_or_id)
+        path = f"/v1/pipelines/{_part(record['pipeline_id'])}"
+        return (yield from self.call(Call("PUT", path, contract, {"idempotency-key": new_id("")})))
+
     def delete_pipeline(self, name_or_id: str) -> Operation[Json]:
         record = yield from self.pipeline(name_or_id)
         return (yield from self.call(Call("DELETE", f"/v1/pipelines/{_part(record['pipeline_id'])}")))
 
-    def wait_active(self, name_or_id: str, timeout_s: float) -> Operation[Json]:
-        """Return the pipeline once it is active.
+    def wait_active(self, name_or_id: str, timeout_s: float, revision: int = 0) -> Operation[Json]:
+        """Return the pipeline once its newest revision, which is at least `revision`, is active.
 
         Raises NoEligibleUnit with the grid's reason when it failed, DeadlineExceeded after `timeout_s`.
         """
         record = yield from self.pipeline(name_or_id)
         started_s: float = yield Wait(0.0)
-        while record["status"] == "deploying":
+        # Another replica may not have heard of the revision yet.
+        while record["status"] == "deploying" or record.get("revision", revision) < revision:
             now_s: float = yield Wait(POLL_S)
             if now_s - started_s > timeout_s:
                 raise DeadlineExceeded(
@@ -196,29 +213,60 @@ class Operations:
                 )
             record = yield from self.pipeline(record["pipeline_id"])
         if record["status"] != "active":
+            serving = record.get("serving_revision")
+            goes_on = f"; revision {serving} goes on" if serving else ""
             raise NoEligibleUnit(
-                f"pipeline {record['name'] or record['pipeline_id']} failed: {record['reason']}"
+                f"pipeline {record['name'] or record['pipeline_id']} failed: {record['reason']}{goes_on}"
             )
         return record
 
     def apply_pipeline(self, contract: Mapping[str, Any], timeout_s: float) -> Operation[Json]:
         """Make this contract what its name stands for, and return it active.
 
-        The new pipeline is created beside the old one, which goes only once the new one is active.
+        Where the name is taken the contract becomes that pipeline's next revision; until it is active, and if
+        it fails, the one before serves.
         """
         name = contract.get("name")
         if not name:
             raise InvalidRequest("a contract needs a `name` to be applied under; add one", param="name")
-        earlier = yield from self._named(str(name))
-        created = yield from self.create_pipeline(contract)
-        active = yield from self.wait_active(created["pipeline_id"], timeout_s)
-        for record in earlier:
-            yield from self.call(Call("DELETE", f"/v1/pipelines/{_part(record['pipeline_id'])}"))
-        return active
+        try:
+            made = yield from self.update_pipeline(str(name), contract)
+        except NotFound:
+            made = yield from self.create_pipeline(contract)
+        return (yield from self.wait_active(made["pipeline_id"], timeout_s, made["revision"]))
 
     def invoke(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Answer]:
         call = yield from self._invocation(name_or_id, given, {**options, "stream": False})
         return Answer.of((yield from self.call(call)))
+
+    def invoke_all(
+        self, name_or_id: str, inputs: Sequence[Input], options: Mapping[str, Any]
+    ) -> Operation[list[Answer | GridError]]:
+        """Return what came of each input, in their order."""
+        path = yield from self._path(name_or_id, "invoke")
+        given = [each if isinstance(each, str) else [dict(turn) for turn in each] for each in inputs]
+        answer = yield from self.call(Call("POST", path, {"inputs": given, **options, "stream": False}))
+        return [outcome_of(result) for result in answer["results"]]
+
+    def dry_run(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Json]:
+        path = yield from self._path(name_or_id, "dry-run")
+        return (yield from self.call(Call("POST", path, {**_said(given), **options})))
+
+    def plan(self, contract: Mapping[str, Any]) -> Operation[Json]:
+        return self.call(Call("POST", ONE_SHOT_PATH, contract))
+
+    def run_once(
+        self, contract: Mapping[str, Any], given: Input, options: Mapping[str, Any]
+    ) -> Operation[Answer]:
+        body = {**contract, **_said(given), **options, "stream": False}
+        return Answer.of((yield from self.call(Call("POST", ONE_SHOT_PATH, body))))
+
+    def open_once(
+        self, contract: Mapping[str, Any], given: Input, options: Mapping[str, Any]
+    ) -> Operation[Any]:
+        """Return what the runner makes of an open stream of a one-shot run."""
+        body = {**contract, **_said(given), **options, "stream": True}
+        return ask(Open(Call("POST", ONE_SHOT_PATH, body)), self._max_retries)
 
     def open_run(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Any]:
         """Return what the runner makes of an open stream of this run."""
@@ -226,11 +274,18 @@ class Operations:
         return (yield from ask(Open(call), self._max_retries))
 
     def _invocation(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Call]:
+        path = yield from self._path(name_or_id, "invoke")
+        return Call("POST", path, {**_said(given), **options})
+
+    def _path(self, name_or_id: str, what: str) -> Operation[str]:
         pipeline_id = name_or_id
         if not pipeline_id.startswith("pl-"):
             pipeline_id = (yield from self.pipeline(name_or_id))["pipeline_id"]
-        said = {"input": given} if isinstance(given, str) else {"messages": [dict(turn) for turn in given]}
-        return Call("POST", f"/v1/pipelines/{_part(pipeline_id)}/invoke", {**said, **options})
+        return f"/v1/pipelines/{_part(pipeline_id)}/{what}"
+
+
+def _said(given: Input) -> Json:
+    return {"input": given} if isinstance(given, str) else {"messages": [dict(turn) for turn in given]}
 
 
 def _part(text: str) -> str:

@@ -72,6 +72,19 @@ class Retrieved:
 
 
 @dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a generation step before the answer wrote."""
+
+    step_id: str
+    text: str
+    finish_reason: str
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> StepOutput:
+        return cls(data.get("step_id", ""), data.get("output") or "", data.get("finish_reason") or "")
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     index: int
     """Of the first token in the chunk, over the whole answer."""
@@ -90,7 +103,7 @@ class Done:
     """Greedy text is the same as an undisturbed run's."""
 
 
-Event = Started | Retrieved | Token | Done
+Event = Started | Retrieved | StepOutput | Token | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,10 @@ class Answer:
     total_ms: float
     steps: tuple[StepRun, ...]
     warnings: tuple[str, ...]
+    revision: int = 0
+    """Of the pipeline that answered; 0 for a one-shot contract."""
+    earlier: tuple[StepOutput, ...] = ()
+    """What generation steps before the answer wrote."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Answer:
@@ -122,7 +139,14 @@ class Answer:
             total_ms=done.total_ms,
             steps=done.steps,
             warnings=tuple(data.get("warnings") or ()),
+            revision=data.get("revision", 0),
+            earlier=tuple(StepOutput.of(item) for item in data.get("earlier") or ()),
         )
+
+
+def outcome_of(data: Mapping[str, Any]) -> Answer | GridError:
+    """Return what came of one input of a list: its answer, or its error."""
+    return error_of(200, data) if "error" in data else Answer.of(data)
 
 
 def event_of(name: str, text: str) -> Event | None:
@@ -145,6 +169,8 @@ def event_of(name: str, text: str) -> Event | None:
         )
     if name == "retrieval":
         return _retrieved(data)
+    if name == "step":
+        return StepOutput.of(data)
     if name == "done":
         return _done(data)
     if name == "error":
@@ -268,6 +294,7 @@ class RunState:
         self.started: Started | None = None
         self.documents: tuple[Document, ...] = ()
         """Of all retrieval steps so far."""
+        self.earlier: tuple[StepOutput, ...] = ()
         self.done: Done | None = None
 
     @property
@@ -306,6 +333,8 @@ class RunState:
             self.started = event
         elif isinstance(event, Retrieved):
             self.documents += event.documents
+        elif isinstance(event, StepOutput):
+            self.earlier += (event,)
         else:
             self.done = event
         return event
@@ -323,4 +352,6 @@ class RunState:
             total_ms=self.done.total_ms,
             steps=self.done.steps,
             warnings=self.started.warnings if self.started else (),
+            revision=self.started.revision if self.started else 0,
+            earlier=self.earlier,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import cell, keys, pipelines, requests, sources, top, units
+from gateway.cli import cell, keys, pipelines, plans, requests, sources, top, units
 
 app = typer.Typer(
     help="Zerogrid: declare an AI pipeline and call it; the grid does the rest.",
@@ -17,6 +17,8 @@ COMMANDS = (
     cell.status,
     pipelines.apply,
     pipelines.invoke,
+    pipelines.run,
+    plans.dry_run,
     requests.explain,
     units.units,
     top.top,

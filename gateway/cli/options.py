@@ -27,6 +27,7 @@ CaFile = Annotated[
         "--ca", envvar="GRID_CA_FILE", help="Certificates (PEM) to trust for https, instead of the usual."
     ),
 ]
+Variables = Annotated[list[str] | None, typer.Option("--var", help="NAME=VALUE, repeatable.")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -36,6 +37,15 @@ ConfigFile = Annotated[
         help="Configuration; by default ./grid.yaml, else all defaults.",
     ),
 ]
+
+
+def variables_of(given: list[str] | None) -> dict[str, dict[str, str]]:
+    """Return the call's option that `--var` gives; none where it wasn't given."""
+    pairs = [item.partition("=") for item in given or []]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise InvalidRequest(f"--var {name!r} should be NAME=VALUE", param="var")
+    return {"variables": {name: value for name, _, value in pairs}} if pairs else {}
 
 
 def configuration(path: Path | None) -> Config:

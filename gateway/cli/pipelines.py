@@ -1,4 +1,4 @@
-"""`grid apply` and `invoke`: pipelines declared and run."""
+"""`grid apply`, `invoke` and `run`: pipelines declared and run, and contracts run once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rich.text import Text
 
 from gateway.cli.console import counting, err, out, print_json, reporting, steps, visible
 from gateway.cli.manifest import load_manifest
-from gateway.cli.options import DEFAULT_URL, AsJson, CaFile, Key, Url, connected
-from grid.errors import InvalidRequest
+from gateway.cli.options import DEFAULT_URL, AsJson, CaFile, Key, Url, Variables, connected, variables_of
+from gateway.cli.plans import print_plan
 from grid.runs import Token
 
 if TYPE_CHECKING:
+    from grid.client import Run
     from grid.runs import Answer
 
 
@@ -54,7 +55,8 @@ def apply(
             out.print(Text(f"data source {done['data_source']['name']}: {count} documents"))
         if "pipeline" in done:
             pipeline = done["pipeline"]
-            out.print(Text(f"pipeline {pipeline['name']}: active as {pipeline['pipeline_id']}"))
+            active = f"active as {pipeline['pipeline_id']}, revision {pipeline['revision']}"
+            out.print(Text(f"pipeline {pipeline['name']}: {active}"), soft_wrap=True)
 
 
 def invoke(
@@ -63,31 +65,53 @@ def invoke(
     url: Url = DEFAULT_URL,
     key: Key = "",
     ca: CaFile = None,
-    variable: Annotated[list[str] | None, typer.Option("--var", help="NAME=VALUE, repeatable.")] = None,
+    variable: Variables = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a pipeline and print its answer as it comes."""
     with reporting(as_json):
-        variables = _variables(variable or [])
-        options = {"variables": variables} if variables else {}
+        options = variables_of(variable)
         with connected(url, key, ca) as grid:
             if as_json:
                 print_json(_answer_view(grid.pipeline(pipeline).invoke(text, **options)))
-                return
-            with grid.pipeline(pipeline).stream(text, **options) as run:
-                for event in run:
-                    if isinstance(event, Token):
-                        typer.echo(visible(event.text), nl=False)
-            typer.echo()
-            _print_summary(run.answer())
+            else:
+                _print_run(grid.pipeline(pipeline).stream(text, **options))
 
 
-def _variables(given: list[str]) -> dict[str, str]:
-    pairs = [item.partition("=") for item in given]
-    for name, equals, _ in pairs:
-        if not name or not equals:
-            raise InvalidRequest(f"--var {name!r} should be NAME=VALUE", param="var")
-    return {name: value for name, _, value in pairs}
+def run(
+    file: Annotated[Path, typer.Argument(help="A pipeline contract, as JSON.", show_default=False)],
+    text: Annotated[
+        str | None, typer.Argument(metavar="[INPUT]", help="What to ask.", show_default=False)
+    ] = None,
+    url: Url = DEFAULT_URL,
+    key: Key = "",
+    ca: CaFile = None,
+    variable: Variables = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the contract in FILE once, without storing it. Without INPUT show what it would do."""
+    with reporting(as_json):
+        contract = dict(load_manifest(file).pipeline or {})
+        written = contract.pop("input", None)
+        asked = text if text is not None else written
+        options = variables_of(variable)
+        with connected(url, key, ca) as grid:
+            if asked is None:
+                plan = grid.plan(contract)
+                print_json(plan) if as_json else print_plan(plan)
+            elif as_json:
+                print_json(_answer_view(grid.run_once(contract, asked, **options)))
+            else:
+                _print_run(grid.stream_once(contract, asked, **options))
+
+
+def _print_run(run: Run) -> None:
+    with run:
+        for event in run:
+            if isinstance(event, Token):
+                typer.echo(visible(event.text), nl=False)
+    typer.echo()
+    _print_summary(run.answer())
 
 
 def _print_summary(answer: Answer) -> None:

@@ -69,7 +69,6 @@ class Deployer:
         self._tried: dict[Unsettled, Seen] = {}
         """Revisions that failed, and when; forgotten with the lease, so a new holder looks at all once."""
         self._waking = asyncio.Event()
-        self._closing = False
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -83,8 +82,6 @@ class Deployer:
         self._closing = True
         self.wake()
         if self._task is not None:
-            # Ends the loop also where a cancel is lost, as one is that meets an answer on its way.
-            self._closing = True
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         with contextlib.suppress(GridError):

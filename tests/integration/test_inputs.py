@@ -116,7 +116,7 @@ async def test_a_list_of_which_nothing_can_run_is_refused_with_a_status(
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["code"] == "context_overflow"
-    assert [(each["input"], each["code"]) for each in error["inputs"]] == [
+    assert [(each["input"], each["code"]) for each in error["details"]["inputs"]] == [
         (0, "context_overflow"),
         (1, "context_overflow"),
     ]

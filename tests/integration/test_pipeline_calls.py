@@ -14,6 +14,9 @@ from support.calls import declared, events, generation, settled
 from support.local_cell import CHAT_MODEL, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
 
 from gateway.http import shapes
+from grid import AsyncGrid
+from grid.errors import ContextOverflow
+from grid.runs import Answer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 REQUESTS = Path(__file__).parent.parent / "contract" / "requests"
@@ -242,3 +245,27 @@ async def test_a_wrong_graph_names_its_field(
         ]
     for answer in answers:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+# --- the client -----------------------------------------------------------------------------------
+
+
+async def test_the_client_plans_runs_once_updates_and_takes_lists(cell: LocalCell) -> None:
+    contract = {"name": "by-client", "pipeline": {"steps": [generation(max_output_tokens=3)]}}
+    async with AsyncGrid(cell.base_url, cell.tenant_key) as grid:
+        assert (await grid.plan(contract))["runnable"]
+        assert (await grid.run_once(contract, "Hi")).usage.output_tokens == 3
+        assert (await grid.stream_once(contract, "Hi").read()).usage.output_tokens == 3
+        assert (await grid.apply_pipeline(contract))["revision"] == 1
+        pipeline = grid.pipeline("by-client")
+        assert (await pipeline.dry_run("Hi"))["revision"] == 1
+        longer = {"name": "by-client", "pipeline": {"steps": [generation(max_output_tokens=5)]}}
+        made = await pipeline.update(longer)
+        active = await pipeline.wait_active(revision=made["revision"])
+        assert (active["revision"], active["serving_revision"]) == (2, 2)
+        good, bad = await pipeline.invoke_all(["Hi", "word " * 5000])
+        assert isinstance(good, Answer)
+        assert (good.usage.output_tokens, good.revision) == (5, 2)
+        assert isinstance(bad, ContextOverflow)
+        assert (await grid.apply_pipeline(contract))["revision"] == 3
+        assert len([one for one in await grid.pipelines() if one["name"] == "by-client"]) == 1

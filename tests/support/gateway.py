@@ -40,9 +40,12 @@ RETRIEVAL = {
     "documents": [{"id": "d1", "text": "t", "score": 0.5, "metadata": {"status": "published"}}],
     "dropped": 1,
 }
+STEP = {"step_id": "draft", "output": "A draft", "finish_reason": "stop"}
 LISTED = {
     "pipeline_id": "pl-1",
     "name": "support",
+    "revision": 1,
+    "serving_revision": 1,
     "status": "active",
     "reason": None,
     "created_at": "2025-01-01T00:00:00Z",

@@ -262,6 +262,80 @@ def test_apply_shows_why_a_pipeline_failed(gateway: Gateway, tmp_path: Path) -> 
     assert "no unit runs model-x" in result.stderr
 
 
+CANDIDATE = {
+    "unit_id": "unit-m-0",
+    "gpu_type": "H100",
+    "region": "local",
+    "simulated": True,
+    "queue_ms": 1.0,
+    "prefill_ms": 2.0,
+    "decode_ms": 30.0,
+    "total_ms": 33.3,
+    "cu_seconds": 0.0123,
+}
+PLAN = {
+    "runnable": True,
+    "ttft_ms": 3.3,
+    "total_ms": 33.3,
+    "cu_seconds": 0.0123,
+    "warnings": ["no cache here"],
+    "steps": [
+        {
+            "step_id": "generation-1",
+            "model": "m",
+            "uses": ["find"],
+            "refusal": None,
+            "candidates": [CANDIDATE] * 12,
+            "candidate_count": 40,
+            "rejections": [{"unit_id": "unit-e-0", "code": "task", "detail": "does embed"}],
+            "rejected_by_code": {"task": 1},
+        }
+    ],
+}
+
+
+def test_a_dry_run_shows_units_times_and_reasons(gateway: Gateway) -> None:
+    gateway.routes = {("POST", "/v1/pipelines/pl-1/dry-run"): httpx.Response(200, json=PLAN)}
+    shown = grid("dry-run", "pl-1", "Hi?", "--var", "a=b")
+    assert shown.exit_code == 0, shown.output
+    for part in ("unit-m-0", "(simulated)", "33.3", "30 more candidates", "not unit-e-0: does embed"):
+        assert part in shown.stdout
+    assert "first token after 3.3 ms" in shown.stdout
+    assert "no cache here" in shown.stderr
+    assert json.loads(gateway.asked[0].content) == {"input": "Hi?", "variables": {"a": "b"}}
+    assert json.loads(grid("dry-run", "pl-1", "Hi?", "--json").stdout) == PLAN
+
+
+def test_a_dry_run_of_what_cannot_run_says_so(gateway: Gateway) -> None:
+    refusal_ = {"status": 503, "code": "no_eligible_unit", "message": "no unit has the memory"}
+    step = {**PLAN["steps"][0], "candidates": [], "candidate_count": 0, "refusal": refusal_}  # type: ignore[index]
+    plan = {**PLAN, "runnable": False, "steps": [step]}
+    gateway.routes = {("POST", "/v1/pipelines/pl-1/dry-run"): httpx.Response(200, json=plan)}
+    shown = grid("dry-run", "pl-1", "Hi?")
+    assert shown.exit_code == 0
+    assert "no unit has the memory" in shown.stdout
+    assert "it can't run now" in shown.stdout
+
+
+def test_a_contract_is_run_or_planned_once(gateway: Gateway, tmp_path: Path) -> None:
+    contract = {"pipeline": {"steps": [{}]}}
+    (tmp_path / "c.json").write_text(json.dumps(contract))
+    (tmp_path / "asks.json").write_text(json.dumps({**contract, "input": "From the file?"}))
+    stream = sse(("start", START), ("token", {"index": 0, "text": "Hello", "tokens": 1}), ("done", FINISH))
+    bodies: list[dict[str, Any]] = []
+
+    def one_shot(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        asked = "input" in bodies[-1]
+        return httpx.Response(200, content=stream) if asked else httpx.Response(200, json=PLAN)
+
+    gateway.routes = {("POST", "/v1/pipeline"): one_shot}
+    assert "Hello" in grid("run", str(tmp_path / "c.json"), "Hi?").stdout
+    assert "Hello" in grid("run", str(tmp_path / "asks.json")).stdout
+    assert "unit-m-0" in grid("run", str(tmp_path / "c.json")).stdout
+    assert [body.get("input") for body in bodies] == ["Hi?", "From the file?", None]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

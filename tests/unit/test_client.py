@@ -7,12 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-from support.gateway import FINISH, LISTED, RETRIEVAL, START, refusal, sse
+from support.gateway import FINISH, LISTED, RETRIEVAL, START, STEP, refusal, sse
 
 from grid import AsyncGrid, Grid
 from grid.calls import FIRST_RETRY_S, MAX_RETRIES, RETRY_GROWTH, Unreachable, error_of, retry_wait_s
 from grid.errors import (
     Conflict,
+    ContextOverflow,
     DeadlineExceeded,
     GridError,
     InternalError,
@@ -22,7 +23,7 @@ from grid.errors import (
     Saturated,
     UnitLost,
 )
-from grid.runs import MAX_EVENT_BYTES, Done, EventParser, Retrieved, Started, Token
+from grid.runs import MAX_EVENT_BYTES, Answer, Done, EventParser, Retrieved, Started, StepOutput, Token
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -226,36 +227,85 @@ def test_a_create_that_is_tried_again_carries_one_idempotency_key() -> None:
     assert len(keys) == 1
 
 
-def test_apply_replaces_the_old_pipeline_only_once_the_new_one_is_active() -> None:
-    new = {**LISTED, "pipeline_id": "pl-2", "status": "deploying"}
+def test_apply_makes_the_next_revision_of_a_name_that_is_taken() -> None:
+    new = {**LISTED, "revision": 2, "status": "deploying"}
     script = Script(
         httpx.Response(200, json={"pipelines": [LISTED]}),
-        httpx.Response(201, json=new),
         httpx.Response(200, json=new),
-        httpx.Response(200, json={**new, "status": "active"}),
-        httpx.Response(200, json={"deleted": True}),
+        httpx.Response(200, json=LISTED),  # a replica that has not heard of it
+        httpx.Response(200, json=new),
+        httpx.Response(200, json={**new, "status": "active", "serving_revision": 2}),
     )
     record = grid_of(script).apply_pipeline({"name": "support"})
-    assert record["pipeline_id"] == "pl-2"
+    assert (record["pipeline_id"], record["revision"], record["status"]) == ("pl-1", 2, "active")
     assert [(r.method, r.url.path) for r in script.asked] == [
         ("GET", "/v1/pipelines"),
-        ("POST", "/v1/pipelines"),
-        ("GET", "/v1/pipelines/pl-2"),
-        ("GET", "/v1/pipelines/pl-2"),
-        ("DELETE", "/v1/pipelines/pl-1"),
+        ("PUT", "/v1/pipelines/pl-1"),
+        *[("GET", "/v1/pipelines/pl-1")] * 3,
     ]
+    assert script.asked[1].headers["idempotency-key"]
 
 
-def test_apply_shows_why_a_pipeline_failed_and_leaves_the_old_one() -> None:
-    failed = {**LISTED, "pipeline_id": "pl-2", "status": "failed", "reason": "no unit runs model-x"}
+def test_apply_creates_what_has_no_name_yet() -> None:
+    script = Script(
+        httpx.Response(200, json={"pipelines": [{**LISTED, "name": "other"}], "next": "2025~pl 1"}),
+        httpx.Response(200, json={"pipelines": [], "next": None}),
+        httpx.Response(201, json=LISTED),
+        httpx.Response(200, json=LISTED),
+    )
+    assert grid_of(script).apply_pipeline({"name": "support"})["status"] == "active"
+    assert [r.method for r in script.asked] == ["GET", "GET", "POST", "GET"]
+    assert script.asked[1].url.params["after"] == "2025~pl 1"
+
+
+def test_apply_shows_why_a_revision_failed_and_that_the_last_one_goes_on() -> None:
+    failed = {**LISTED, "revision": 2, "status": "failed", "reason": "no unit runs model-x"}
     script = Script(
         httpx.Response(200, json={"pipelines": [LISTED]}),
-        httpx.Response(201, json=failed),
+        httpx.Response(200, json=failed),
         httpx.Response(200, json=failed),
     )
-    with pytest.raises(NoEligibleUnit, match="no unit runs model-x"):
+    with pytest.raises(NoEligibleUnit, match="no unit runs model-x; revision 1 goes on"):
         grid_of(script).apply_pipeline({"name": "support"})
-    assert all(request.method != "DELETE" for request in script.asked)
+
+
+def test_update_waits_for_nothing() -> None:
+    new = {**LISTED, "revision": 2, "status": "deploying"}
+    script = Script(httpx.Response(200, json=LISTED), httpx.Response(200, json=new))
+    assert grid_of(script).pipeline("pl-1").update({"name": "support"}) == new
+
+
+def test_one_shot_runs_plans_and_lists() -> None:
+    contract = {"pipeline": {"steps": []}}
+    body = {**START, **FINISH, "output": "Hello", "earlier": [STEP]}
+    stream = sse(("start", START), ("step", STEP), ("done", FINISH))
+    results = [{**body, "input": 0}, {"input": 1, "error": {"code": "context_overflow", "message": "long"}}]
+    script = Script(
+        httpx.Response(200, json=body),
+        httpx.Response(200, content=stream),
+        httpx.Response(200, json={"runnable": True}),
+        httpx.Response(200, json={"runnable": False}),
+        httpx.Response(200, json={"results": results}),
+    )
+    grid = grid_of(script)
+    answer = grid.run_once(contract, "Hi", variables={"a": "b"})
+    assert (answer.text, answer.revision) == ("Hello", 1)
+    assert answer.earlier == (StepOutput("draft", "A draft", "stop"),)
+    assert grid.stream_once(contract, "Hi").read().earlier == answer.earlier
+    assert grid.plan(contract) == {"runnable": True}
+    assert grid.pipeline("pl-1").dry_run("Hi") == {"runnable": False}
+    first, second = grid.pipeline("pl-1").invoke_all(["a", [{"role": "user", "content": "b"}]])
+    assert isinstance(first, Answer)
+    assert isinstance(second, ContextOverflow)
+    assert [request.url.path for request in script.asked] == [
+        *["/v1/pipeline"] * 3,
+        "/v1/pipelines/pl-1/dry-run",
+        "/v1/pipelines/pl-1/invoke",
+    ]
+    assert script.body(0) == {**contract, "input": "Hi", "variables": {"a": "b"}, "stream": False}
+    assert script.body(1)["stream"] is True
+    assert script.body(2) == contract
+    assert script.body(4) == {"inputs": ["a", [{"role": "user", "content": "b"}]], "stream": False}
 
 
 def test_waiting_for_a_pipeline_is_bounded() -> None:
