@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scripted import until
 
@@ -60,6 +60,7 @@ ENDINGS = {
 }
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(ENDINGS)), min_size=1, max_size=20), st.integers(1, 5))
 def test_every_run_tells_all_it_has_in_order_and_one_end(endings: list[str], in_flight: int) -> None:
     work = Work(*(list(ENDINGS[ending]) for ending in endings))

@@ -201,7 +201,7 @@ def test_drain_is_undone_and_restarts(gateway: Gateway) -> None:
 
 
 def test_the_shell_is_given_its_completions(gateway: Gateway) -> None:
-    environment = {"_GRID_COMPLETE": "complete_bash", "COMP_WORDS": "grid dr", "COMP_CWORD": "1"}
+    environment = {"_GRID_COMPLETE": "complete_bash", "COMP_WORDS": "grid dra", "COMP_CWORD": "1"}
     assert CliRunner().invoke(app, [], prog_name="grid", env=environment).stdout.split() == ["drain"]
 
 
