@@ -138,6 +138,9 @@ class AsyncGrid:
         """Return what was decided for an ended call, what was rejected, and how it went. Raises NotFound."""
         return await self._run(self._operations.explanation(request_id))
 
+    async def gpus(self) -> list[Json]:
+        return await self._run(self._operations.gpus())
+
     async def readiness(self) -> Json:
         """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
         return await self._run(self._operations.readiness())

@@ -151,6 +151,10 @@ class Grid:
         """Return what was decided for an ended call, what was rejected, and how it went. Raises NotFound."""
         return self._run(self._operations.explanation(request_id))
 
+    def gpus(self) -> list[Json]:
+        """Return every GPU of the cell with its newest reading; None is what it can't tell."""
+        return self._run(self._operations.gpus())
+
     def readiness(self) -> Json:
         """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
         return self._run(self._operations.readiness())

@@ -97,6 +97,9 @@ class Operations:
         """Raises NotFound."""
         return self.call(Call("GET", f"/v1/requests/{_part(request_id)}"))
 
+    def gpus(self) -> Operation[list[Json]]:
+        return self._list("/v1/units", "gpus")
+
     def readiness(self) -> Operation[Json]:
         """Asked once: a cell that isn't ready is an answer."""
         answer: Json = yield Call("GET", "/readyz", answers=(503,))

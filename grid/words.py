@@ -97,6 +97,8 @@ class UnitCard(NamedTuple):
     """Prior: prefill speed of a lone request."""
     decode_ms_per_token: float = UNKNOWN
     """Prior: time of one decode step of a lone request."""
+    gpu_uuids: tuple[str, ...] = ()
+    """NVML's names of the GPUs that it runs on; empty on CPU cores and where no driver tells."""
 
 
 class UnitLoad(NamedTuple):
@@ -121,6 +123,74 @@ class UnitLoad(NamedTuple):
     memory_used_mb: float = UNKNOWN
     compute_utilisation: float = UNKNOWN
     """Share of time with a kernel running, 0 to 1."""
+    prompt_tokens: int = 0
+    """Looked up in the prefix cache since the unit started."""
+    cached_tokens: int = 0
+    """Of them, found there."""
+
+
+class GpuCard(NamedTuple):
+    """One GPU of a node: what does not change while its driver is loaded."""
+
+    uuid: str
+    number: int
+    """NVML's index, by PCI address: CUDA's own with `CUDA_DEVICE_ORDER=PCI_BUS_ID`."""
+    product: str
+    """NVML's name, such as `NVIDIA H100 80GB HBM3`."""
+    memory_mb: float
+    nvlinks: tuple[int, ...] = ()
+    """Active NVLinks to each GPU of the node, in its card's order; those to a switch reach all that have any.
+    Empty where the GPU has no NVLink."""
+    ancestors: tuple[int, ...] = ()
+    """The nearest that PCIe has in common with each GPU of the node, in its card's order, as NVML's level: 0
+    (itself), 10 (one switch), 20 (several), 30 (one host bridge), 40 (one socket), 50; or `UNKNOWN`."""
+
+
+class NodeCard(NamedTuple):
+    """A node with its GPUs, as its probe found them; sent when the probe registers or opens anew."""
+
+    node_id: str
+    incarnation: str
+    """New with every start of the probe and every reload of the driver."""
+    driver: str
+    gpus: tuple[GpuCard, ...]
+    flaw: str = ""
+    """Why nothing can be read here; "" when it can."""
+
+
+class GpuSample(NamedTuple):
+    """What changes: one reading of a GPU, pushed at 10 Hz. All but `fault` may be `UNKNOWN`."""
+
+    uuid: str
+    memory_used_mb: float = UNKNOWN
+    memory_free_mb: float = UNKNOWN
+    memory_foreign_mb: float = UNKNOWN
+    """Of the used: by processes that are not the cell's."""
+    compute_utilisation: float = UNKNOWN
+    """Share of time with a kernel running, 0 to 1."""
+    sm_utilisation: float = UNKNOWN
+    """Share of the streaming multiprocessors that were busy, 0 to 1; Hopper and later."""
+    bandwidth_utilisation: float = UNKNOWN
+    """Share of the memory's peak bandwidth, 0 to 1; Hopper and later."""
+    memory_busy: float = UNKNOWN
+    """Share of time in which memory was read or written at all, 0 to 1."""
+    pcie_sent_mb_per_s: float = UNKNOWN
+    pcie_received_mb_per_s: float = UNKNOWN
+    nvlink_sent_mb_per_s: float = UNKNOWN
+    nvlink_received_mb_per_s: float = UNKNOWN
+    sm_clock_mhz: float = UNKNOWN
+    memory_clock_mhz: float = UNKNOWN
+    throttle: int = int(UNKNOWN)
+    """NVML's bits of what lowers the clocks; `grid.hardware.telemetry.throttle_reasons` names them."""
+    temperature_c: float = UNKNOWN
+    power_w: float = UNKNOWN
+    ecc_corrected: int = int(UNKNOWN)
+    """Since the driver was loaded."""
+    ecc_uncorrected: int = int(UNKNOWN)
+    xid: int = int(UNKNOWN)
+    """The newest Xid error, 0 when none was seen since the probe began."""
+    fault: str = ""
+    """Why no work may run on it: what happened and what an operator can do; "" while it is sound."""
 
 
 class PlacementRequest(NamedTuple):
@@ -268,6 +338,18 @@ class FleetUnit(NamedTuple):
     reserved: int
     """Reservations on the unit, seen by it or not."""
     sample_age_ms: float
+
+
+class FleetGpu(NamedTuple):
+    """One GPU of the cell as gateways see it, whether units run on it or not."""
+
+    node_id: str
+    card: GpuCard
+    sample: GpuSample
+    sample_age_ms: float
+    """`UNKNOWN` before the first sample."""
+    units: tuple[str, ...] = ()
+    """Ids of the units that run on it."""
 
 
 ID_BYTES = 12

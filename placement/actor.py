@@ -22,12 +22,14 @@ from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.wire.link import LinkServer, Peer
 from grid.wire.messages import (
     Announce,
+    AnnounceNode,
     Decided,
     DrainUnit,
     Fleet,
     Place,
     Refused,
     Report,
+    ReportNode,
     Settle,
     Watch,
     WireMessage,
@@ -99,7 +101,7 @@ class PlacementActor:
         self._server: LinkServer | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._address: asyncio.Task[tuple[str, int]] | None = None
-        gateways, units = frozenset({"gateway"}), frozenset({"unit"})
+        gateways, units, nodes = frozenset({"gateway"}), frozenset({"unit"}), frozenset({"node"})
         self._duties: dict[type[WireMessage], Duty] = {
             Place: Duty(gateways, self._place),
             Settle: Duty(gateways, self._settle),
@@ -107,6 +109,8 @@ class PlacementActor:
             DrainUnit: Duty(gateways | {"supervisor"}, self._drain),
             Announce: Duty(units, self._announce),
             Report: Duty(units, self._report),
+            AnnounceNode: Duty(nodes, self._announce_node),
+            ReportNode: Duty(nodes, self._report_node),
         }
 
     # --- control plane ----------------------------------------------------------------------
@@ -153,8 +157,9 @@ class PlacementActor:
             "watchers": len(self._watchers),
             "mass_stale": self._mass_stale,
             "counts": dict(self._counts),
-            "dropped": dict(self._view.dropped),
-            "last_flaw": self._view.last_flaw,
+            "dropped": dict(self._view.dropped + self._view.gpus.dropped),
+            "last_flaw": self._view.last_flaw or self._view.gpus.last_flaw,
+            "gpu_faults": self._view.gpus.faults(),
         }
 
     def figures(self) -> dict[str, float]:
@@ -269,6 +274,20 @@ class PlacementActor:
     def _report(self, peer: Peer, message: Report, now_s: float) -> None:
         self._view.report(message.loads, peer.link_id, now_s)
 
+    def _announce_node(self, peer: Peer, message: AnnounceNode, now_s: float) -> None:
+        card = message.card
+        self._view.join_node(card, peer.link_id)
+        log.info(
+            "node %s joined with %d GPUs%s", card.node_id, len(card.gpus), card.flaw and f" ({card.flaw})"
+        )
+
+    def _report_node(self, peer: Peer, message: ReportNode, now_s: float) -> None:
+        is_new = self._view.report_node(
+            message.node_id, message.incarnation, message.samples, peer.link_id, now_s
+        )
+        if is_new:
+            log.error("GPUs that take no work any more: %s", self._view.gpus.faults())
+
     # --- time -------------------------------------------------------------------------------
 
     async def _tick_loop(self) -> None:
@@ -310,7 +329,8 @@ class PlacementActor:
     def _push(self, peers: list[Peer], now_s: float) -> None:
         """Send the view; whoever does not read is skipped, because the next push replaces this one."""
         if peers:
-            fleet = Fleet(0, self._view.version, self._view.snapshot(now_s))
+            view = self._view
+            fleet = Fleet(0, view.version, view.snapshot(now_s), view.gpu_snapshot(now_s))
             for peer in peers:
                 peer.send(fleet)
 

@@ -84,8 +84,8 @@ class Rule:
     lasting: bool = False
     """About what the unit is: an idle fleet would answer the same."""
     momentary: bool = False
-    """May change with time, a sample or a reservation. The others read no more than the view's cards, states
-    and drains, and of the request what `Question.standing` holds; they come first."""
+    """May change with time, a sample or a reservation. The others read no more than the view's cards,
+    states, drains and faults, and of the request what `Question.standing` holds; they come first."""
 
 
 def _avoids(question: Question, model: str) -> str:
@@ -212,6 +212,19 @@ def _excluded_detail(q: Question, row: int) -> str:
     return f"is excluded for attempt {q.request.attempt}, as an earlier one failed there: add another unit"
 
 
+def _gpu(q: Question) -> Mask | None:
+    gpus = q.view.gpus
+    if not gpus.has_faults():
+        return None
+    return q.view.remembered(
+        "sound", lambda: np.array([not gpus.fault(u.card) for u in q.view.units], np.bool_)
+    )
+
+
+def _gpu_detail(q: Question, row: int) -> str:
+    return f"runs on a faulty GPU, {q.view.gpus.fault(q.view.units[row].card)}"
+
+
 def _state(q: Question) -> Mask:
     state, never = q.view.columns.state, q.view.columns.sampled_s == -np.inf
     # A unit that never reported is judged by its silence, below, not by the state that it starts with.
@@ -278,6 +291,7 @@ RULES: dict[str, Rule] = {
     "memory": Rule("the unit's own memory grant", _memory, _memory_detail, lasting=True),
     "context": Rule("room for any prompt beside the output", _context, _context_detail, lasting=True),
     "excluded": Rule("units that an earlier attempt failed on", _excluded, _excluded_detail),
+    "gpu": Rule("a GPU without a fatal error", _gpu, _gpu_detail),
     "state": Rule("started, and not failed", _state, _state_detail),
     "draining": Rule("not draining", _draining, _draining_detail),
     "unhealthy": Rule("not failing again and again", _healthy, _healthy_detail, momentary=True),

@@ -24,9 +24,20 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from grid.errors import InvalidRequest, Saturated
-from grid.words import UNKNOWN, FleetUnit, PlacementRequest, UnitCard, UnitLoad, UnitState
+from grid.words import (
+    UNKNOWN,
+    FleetGpu,
+    FleetUnit,
+    GpuSample,
+    NodeCard,
+    PlacementRequest,
+    UnitCard,
+    UnitLoad,
+    UnitState,
+)
 from placement import cost, freshness
 from placement.columns import Columns, Mask, Names
+from placement.gpus import Gpus
 from placement.health import Health
 from placement.learning import STUDY_S, Learning
 from placement.lengths import Forecast
@@ -77,7 +88,8 @@ class Unit:
 
 
 class View:
-    """`version` rises when a unit joins, leaves, changes state or is drained; not with every sample."""
+    """`version` rises when a unit joins, leaves, changes state or is drained, and when a GPU becomes faulty;
+    not with every sample."""
 
     def __init__(self, rules: Rules, now_s: float, first_version: int = 1) -> None:
         self.rules = rules
@@ -86,6 +98,7 @@ class View:
         self._loads = Loads(self.columns)
         self.models = Names()
         self.regions = Names()
+        self.gpus = Gpus()
         self.units: list[Unit] = []
         """In row order."""
         self.dropped: Counter[str] = Counter()
@@ -131,6 +144,7 @@ class View:
 
         Their reservations stay until settled or expired, because the unit may only have lost its link.
         """
+        self.gpus.leave(link)
         gone = tuple(sorted(self._links.get(link, ())))
         for unit_id in gone:
             self._remove(unit_id)
@@ -148,6 +162,20 @@ class View:
             self.columns.drained[row] = draining
             self._changed()
         return True
+
+    def join_node(self, card: NodeCard, link: int) -> None:
+        """Take in the probe of a node. Raises InvalidRequest or Saturated."""
+        if self.gpus.join(card, link):
+            self._changed()
+
+    def report_node(
+        self, node_id: str, incarnation: str, samples: Iterable[GpuSample], link: int, now_s: float
+    ) -> bool:
+        """Take one batch of GPU samples; return whether a GPU became faulty, which takes its units out."""
+        is_new = self.gpus.report(node_id, incarnation, samples, link, self._clock.read(now_s))
+        if is_new:
+            self._changed()
+        return is_new
 
     def _changed(self) -> None:
         self.version += 1
@@ -355,7 +383,7 @@ class View:
         return self._rows.get(unit_id)
 
     def remembered(self, key: Hashable, work_out: Callable[[], T]) -> T:
-        """Return what `work_out` answers, asked anew only when a card, a state or a drain changed.
+        """Return what `work_out` answers, asked anew only when a card, a state, a drain or a fault changed.
 
         Nothing else may go into the answer, and nobody may write to it.
         """
@@ -390,12 +418,19 @@ class View:
         """Age of the newest sample in observed time; inf before the first."""
         return self._clock.read(now_s) - float(self.columns.sampled_s[row])
 
+    def gpu_snapshot(self, now_s: float) -> tuple[FleetGpu, ...]:
+        """Return the GPUs of the cell as gateways are pushed them."""
+        return self.gpus.snapshot((unit.card for unit in self.units), self._clock.read(now_s))
+
     def snapshot(self, now_s: float) -> tuple[FleetUnit, ...]:
-        """Return the view as gateways are pushed it: an operator's drain shows as the unit's state."""
+        """Return the view as gateways are pushed it: an operator's drain and a GPU's fault show as the unit's
+        state."""
         rows = []
         for row, unit in enumerate(self.units):
             load = unit.load._replace(reservations=())
-            if self.columns.drained[row] and load.state == UnitState.READY:
+            if self.gpus.fault(unit.card):
+                load = load._replace(state=int(UnitState.FAILED))
+            elif self.columns.drained[row] and load.state == UnitState.READY:
                 load = load._replace(state=int(UnitState.DRAINING))
             age_s = self.sample_age_s(row, now_s)
             age_ms = 1e3 * age_s if age_s < np.inf else UNKNOWN

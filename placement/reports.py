@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grid.words import UNKNOWN, Precision, Task, UnitCard, UnitLoad, UnitState
 
@@ -39,13 +39,43 @@ def card_flaw(card: UnitCard) -> str:
     return ""
 
 
+_COUNTS = ("running", "waiting", "kv_tokens_free", "kv_tokens_total", "prefill_tokens_queued", "steps")
+_LATER_COUNTS = ("prompt_tokens", "cached_tokens")
+_READINGS = ("prefill_tokens_per_s", "decode_ms_per_token", "memory_used_mb", "compute_utilisation")
+
+
+def _slice(names: tuple[str, ...]) -> slice:
+    """Return where fields lie in a sample that follow each other in it."""
+    first = UnitLoad._fields.index(names[0])
+    assert UnitLoad._fields[first : first + len(names)] == names
+    return slice(first, first + len(names))
+
+
+_COUNTS_AT, _LATER_COUNTS_AT, _READINGS_AT = _slice(_COUNTS), _slice(_LATER_COUNTS), _slice(_READINGS)
+
+
 def load_flaw(load: UnitLoad) -> str:
     """Return what makes the sample `load` unusable, in one sentence; "" when nothing does."""
     if load.state not in _STATES:
         return f"state {load.state!r} is unknown"
-    counts = ("running", "waiting", "kv_tokens_free", "kv_tokens_total", "prefill_tokens_queued", "steps")
-    readings = ("prefill_tokens_per_s", "decode_ms_per_token", "memory_used_mb", "compute_utilisation")
-    return _count_flaw(load, counts) or _reading_flaw(load, readings)
+    fields: tuple[Any, ...] = load
+    counts = (*fields[_COUNTS_AT], *fields[_LATER_COUNTS_AT])
+    # Asked ten times a second for each unit of the cell: built-ins first, the sentence only if there is one.
+    if type(sum(counts)) is not int or min(counts) < 0 or max(counts) >= MAX_COUNT:
+        return _count_flaw(load, _COUNTS + _LATER_COUNTS)
+    if not are_readings(fields[_READINGS_AT], MAX_COUNT):
+        return _reading_flaw(load, _READINGS)
+    return ""
+
+
+def are_readings(numbers: tuple[float, ...], most: float) -> bool:
+    """Whether each is UNKNOWN, or from 0 to below `most`: of the sorted, those below 0 are all unknown."""
+    total = sum(numbers)
+    if total - total != 0:  # a NaN or an infinity is among them
+        return False
+    ordered = sorted(numbers)
+    unknown = numbers.count(UNKNOWN)
+    return ordered[-1] < most and (unknown == len(numbers) or ordered[unknown] >= 0)
 
 
 class Spent(NamedTuple):

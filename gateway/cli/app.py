@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import cell, keys, pipelines, plans, requests, sources, top, units
+from gateway.cli import cell, gpus, keys, pipelines, plans, requests, sources, top, units
 
 app = typer.Typer(
     help="Zerogrid: declare an AI pipeline and call it; the grid does the rest.",
@@ -21,6 +21,7 @@ COMMANDS = (
     plans.dry_run,
     requests.explain,
     units.units,
+    gpus.gpus,
     top.top,
     units.drain,
 )

@@ -16,7 +16,8 @@ from gateway.pipeline.contract import Part, parse
 from gateway.services import Services
 from gateway.trust.tenants import MAX_LABEL_CHARS
 from grid.errors import InvalidRequest
-from grid.words import FleetUnit, Precision, Task, UnitState
+from grid.hardware.telemetry import throttle_reasons
+from grid.words import UNKNOWN, FleetGpu, FleetUnit, GpuSample, Precision, Task, UnitState
 
 PLACEMENT_TIMEOUT_S = 5.0
 """The placement actor is back from a restart within it."""
@@ -58,10 +59,11 @@ async def readyz(request: Request) -> Json:
 
 @router.get("/v1/units", responses={200: {"model": UnitList}, **errors()})
 async def list_units(call: InCall) -> Json:
-    """The hardware view: every unit with what it owns and its newest sample."""
+    """The hardware view: every unit and every GPU of the cell, each with its newest sample."""
     fleet = call.services.placement.fleet
     units = [unit_view(unit) for unit in sorted(fleet.units, key=lambda unit: unit.card.unit_id)]
-    return Json(orjson.dumps({"fleet_version": fleet.version, "units": units}))
+    gpus = [gpu_view(gpu) for gpu in sorted(fleet.gpus, key=lambda gpu: (gpu.node_id, gpu.card.number))]
+    return Json(orjson.dumps({"fleet_version": fleet.version, "units": units, "gpus": gpus}))
 
 
 @router.post(
@@ -135,6 +137,7 @@ def unit_view(unit: FleetUnit) -> dict[str, Any]:
         "node_id": card.node_id,
         "gpu_type": card.gpu_type,
         "gpus": card.gpus,
+        "gpu_uuids": card.gpu_uuids,
         "memory_grant_mb": card.memory_grant_mb,
         "precision": Precision(card.precision).label,
         "fingerprint": card.fingerprint,
@@ -148,5 +151,39 @@ def unit_view(unit: FleetUnit) -> dict[str, Any]:
         "reserved": unit.reserved,
         "kv_tokens_free": load.kv_tokens_free,
         "kv_tokens_total": load.kv_tokens_total,
+        "prefill_tokens_per_s": known(load.prefill_tokens_per_s),
+        "decode_ms_per_token": known(load.decode_ms_per_token),
+        "prompt_tokens": load.prompt_tokens,
+        "cached_tokens": load.cached_tokens,
         "sample_age_ms": round(unit.sample_age_ms, 1),
     }
+
+
+SAMPLE_DIGITS = 3
+"""Of a reading: what NVML gives is no more precise."""
+
+
+def known(reading: float) -> float | None:
+    """Return a reading as JSON has it: null where the hardware or engine can't tell."""
+    return None if reading == UNKNOWN else round(reading, SAMPLE_DIGITS)
+
+
+def gpu_view(gpu: FleetGpu) -> dict[str, Any]:
+    card, sample = gpu.card, gpu.sample
+    readings = {name: known(getattr(sample, name)) for name in GpuSample._fields if name not in NO_READINGS}
+    return {
+        "uuid": card.uuid,
+        "node_id": gpu.node_id,
+        "index": card.number,
+        "product": card.product,
+        "memory_total_mb": known(card.memory_mb),
+        "nvlinks": card.nvlinks,
+        "units": gpu.units,
+        "fault": sample.fault or None,
+        "throttled_by": None if sample.throttle == UNKNOWN else throttle_reasons(sample.throttle),
+        **readings,
+        "sample_age_ms": known(gpu.sample_age_ms),
+    }
+
+
+NO_READINGS = ("uuid", "throttle", "fault")

@@ -49,6 +49,10 @@ class EngineLoad:
     prefill_tokens_per_s: float = UNKNOWN
     """Measured; UNKNOWN before the first request."""
     decode_ms_per_token: float = UNKNOWN
+    prompt_tokens: int = 0
+    """Looked up in the prefix cache since the engine started."""
+    cached_tokens: int = 0
+    """Of them, found there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,10 @@ class Batch:
         """Of the newest step: how many tokens it computes, and for how many requests."""
         self.scheduled_requests = 0
         self.preemptions = 0
+        self.prompt_tokens = 0
+        """Looked up in the cache of prompt blocks so far."""
+        self.cached_tokens = 0
+        """Of them, found there."""
 
     @property
     def running(self) -> int:
@@ -203,6 +207,8 @@ class Batch:
         request.computed = min(reused * BLOCK_TOKENS, request.total - 1)
         if request.generated == 0:
             request.cached_tokens = request.computed
+            self.prompt_tokens += len(request.prompt_ids)
+            self.cached_tokens += request.computed
         return True
 
     def _grow(self, request: Request) -> None:

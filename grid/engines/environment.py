@@ -7,12 +7,16 @@ process has to set them; `VLLMEngine` itself can't any more.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from grid.config import Model
 
 CPU_THREADS = 2
 """OpenMP threads of a CPU unit that names no number of cores; small models gain little beyond."""
+
+RAYS_OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""A process sees the GPUs that Ray itself sees, whatever Ray counts as the process' own."""
 
 
 def engine_environment(model: Model) -> dict[str, str]:
@@ -45,6 +49,18 @@ def engine_environment(model: Model) -> dict[str, str]:
         # With the system's libgomp beside torch's own, only one core would work.
         environment["LD_PRELOAD"] = str(libgomp)
     return environment
+
+
+def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
+    """Return the variables that give a process the GPUs with these NVML numbers, instead of Ray's choice."""
+    if not numbers:
+        return {}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers)),
+        # Else CUDA would count from the fastest.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        **RAYS_OWN_GPUS,
+    }
 
 
 def torch_libgomp() -> Path | None:

@@ -39,6 +39,8 @@ class Meter:
         self._steps = 0
         self._prefill_tokens_per_s = UNKNOWN
         self._decode_ms = UNKNOWN
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
         self.kv_tokens_total = 0
 
     def joined(self, prompt_tokens: int, now_s: float) -> Stay:
@@ -69,6 +71,11 @@ class Meter:
         if computed_tokens >= MEASURABLE_PREFILL_TOKENS and seconds > 0:
             self._prefill_tokens_per_s = _follow(self._prefill_tokens_per_s, computed_tokens / seconds)
 
+    def looked_up(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """So many more prompt tokens were looked up in the prefix cache, and so many of them found."""
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += cached_tokens
+
     def take_seconds(self, stay: Stay) -> float:
         """Return the request's share of step time since this was last asked."""
         seconds = self._share_s - stay.share_s_at
@@ -89,6 +96,8 @@ class Meter:
             steps=self._steps,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             decode_ms_per_token=self._decode_ms,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
         )
 
 

@@ -142,6 +142,8 @@ class SimulatedEngine:
             steps=batch.steps,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             decode_ms_per_token=self._decode_ms,
+            prompt_tokens=batch.prompt_tokens,
+            cached_tokens=batch.cached_tokens,
         )
 
     async def check(self) -> None:

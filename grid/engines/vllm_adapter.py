@@ -47,6 +47,8 @@ class _StepListener(StatLoggerBase):  # type: ignore[misc]  # vLLM is not follow
                 kv_usage=scheduler_stats.kv_cache_usage,
                 prefilling=iteration_stats is None or iteration_stats.num_prompt_tokens > 0,
             )
+            cache = scheduler_stats.prefix_cache_stats
+            self._meter.looked_up(cache.queries, cache.hits)
 
     def log_engine_initialized(self) -> None:
         pass

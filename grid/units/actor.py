@@ -63,6 +63,8 @@ class Site:
     region: str
     gpu: str = ""
     """Catalogue or NVML name of the unit's GPU; "" on CPU cores."""
+    gpu_uuids: tuple[str, ...] = ()
+    """NVML's names of all its GPUs."""
 
 
 class UnitActor:
@@ -292,6 +294,7 @@ def card(model: Model, unit_id: str, facts: EngineFacts, site: Site) -> UnitCard
         dimension=facts.dimension,
         prefill_tokens_per_s=facts.prefill_tokens_per_s,
         decode_ms_per_token=facts.decode_ms_per_token,
+        gpu_uuids=site.gpu_uuids,
     )
 
 

@@ -1,14 +1,15 @@
-"""What a unit reads of the machine it runs on: memory of process and node, model of its GPU."""
+"""What a unit reads of the machine it runs on: memory of process and node, its GPUs, its processes."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from grid.errors import InternalError
-
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MB = 1024 * 1024
+
+MAX_GENERATIONS = 64
+"""From a process to its node's Ray are three or four."""
 
 
 def resident_mb() -> float:
@@ -21,22 +22,35 @@ def physical_mb() -> int:
     return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES // MB
 
 
-def gpu_name() -> str:
-    """Return NVML's product name of the first GPU that this process may use.
+def visible_gpus() -> tuple[tuple[str, str], ...]:
+    """Return NVML's UUID and product name of each GPU that this process may use, in CUDA's order.
 
     Raises InternalError when the driver can't be asked.
     """
-    import pynvml  # only where there are GPUs
+    from grid.hardware import nvml  # only where there are GPUs
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    try:
-        pynvml.nvmlInit()
-        if visible.isdigit():
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible))
-        else:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(visible)
-        return str(pynvml.nvmlDeviceGetName(handle))
-    except pynvml.NVMLError as error:
-        raise InternalError(
-            f"NVML can't name GPU {visible} ({error}): check the driver with nvidia-smi"
-        ) from None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return tuple(nvml.named(gpu) for gpu in visible.split(",") if gpu) or (nvml.named("0"),)
+
+
+def may_use(number: int, uuid: str) -> bool:
+    """Whether this process was given a GPU, by NVML's index or UUID; without a word, it was given all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible is None or not {str(number), uuid}.isdisjoint(visible.split(","))
+
+
+def is_descendant(pid: int, ancestor: int) -> bool | None:
+    """Return whether `ancestor` started the process `pid`, perhaps through others; None for a process that
+    can't be seen from here."""
+    for _ in range(MAX_GENERATIONS):
+        if pid == ancestor:
+            return True
+        if pid <= 1:
+            return False
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return None
+        # The name, in brackets, may hold anything; after it come the state and the parent.
+        pid = int(status.rpartition(")")[2].split()[1])
+    return False

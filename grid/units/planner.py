@@ -4,7 +4,8 @@
 happened. Rules: every pool of a model has its wanted number of units, each with the best of the model's
 checkpoints that its node's GPU serves (`engines.variants`); starts that would fight for one GPU or for the
 cores of one node go one after another; a start that fails is tried again, ever later up to a bound; a model
-that no node can take is said to be so, with the reason, instead of waiting in silence.
+that no node can take is said to be so, with the reason, instead of waiting in silence. Where a node's probe
+tells of its GPUs, the planner gives each unit its own (`gpu_room`), and ends units whose GPU became faulty.
 """
 
 from __future__ import annotations
@@ -18,14 +19,10 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from grid.config import Config, Model
-from grid.engines.variants import NoVariant, fitted, pretended_gpu
+from grid.engines.variants import NoVariant
 from grid.errors import InvalidRequest
-from grid.hardware import catalogue
-
-REGION_LABEL = "region"
-GPU_LABEL = "gpu"
-"""Set by operators where Ray's own label says too little: it calls an A100 of 40 and one of 80 GB alike."""
-RAY_GPU_LABEL = "ray.io/accelerator-type"
+from grid.units.gpu_room import Gpu, NoRoom
+from grid.units.nodes import REGION_LABEL, Node, Owner, demands, gpus_for, on_node
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 60.0
@@ -51,24 +48,12 @@ FAILURES_KEPT = 8
 RESTART_REASON = "restarted by an operator"
 """Why a unit ends that was asked to: no failure, so the next one starts at once."""
 
+NO_NODE = "no node for it: "
+
 STARTS_AT_ONCE = {"light": 4, "gpu": 4, "gpu share": 1, "cpu": 1}
 """On one node. Light engines load in a second; whole GPUs are not shared, but the disk and RAM that weights
 come through are; engines on shares of one GPU would each measure the memory that the other is taking; an
 engine on CPU cores takes them all while it loads."""
-
-
-class Node(NamedTuple):
-    """A live node of the cluster and all that it has."""
-
-    node_id: str
-    labels: dict[str, str]
-    cpus: float
-    gpus: float
-
-    @property
-    def gpu(self) -> str:
-        """The model of its GPUs, as the operator or else Ray says; "" if neither does."""
-        return self.labels.get(GPU_LABEL) or self.labels.get(RAY_GPU_LABEL, "")
 
 
 class Stage(StrEnum):
@@ -92,6 +77,7 @@ class Adopted(NamedTuple):
     unit_id: str
     model: str
     node_id: str
+    gpu_uuids: tuple[str, ...] = ()
 
 
 class Placed(NamedTuple):
@@ -100,6 +86,8 @@ class Placed(NamedTuple):
 
 class Ready(NamedTuple):
     unit_id: str
+    gpu_uuids: tuple[str, ...] = ()
+    """As the unit itself found them."""
 
 
 class Ended(NamedTuple):
@@ -140,6 +128,8 @@ class StartUnit(NamedTuple):
     region: str
     region_label: str
     """The label that the node must carry; "" where the cluster's nodes carry none."""
+    gpus: tuple[int, ...] = ()
+    """NVML's numbers of the GPUs that it gets; empty where that is left to Ray."""
 
 
 class StopUnit(NamedTuple):
@@ -161,6 +151,7 @@ class _Unit:
     node_id: str
     stage: Stage
     since_s: float
+    gpu_uuids: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -183,6 +174,7 @@ class _Place(NamedTuple):
     node: Node
     model: Model
     """With the checkpoint that a unit would run there."""
+    gpus: tuple[Gpu, ...] = ()
 
 
 class Planner:
@@ -205,13 +197,13 @@ class Planner:
         match event:
             case NodesSeen(nodes):
                 self._nodes = nodes
-            case Adopted(unit_id, model, node_id):
+            case Adopted(unit_id, model, node_id, gpu_uuids):
                 pool = self._pool_of(unit_id, model)
-                self._units[unit_id] = _Unit(unit_id, pool, node_id, Stage.READY, now_s)
+                self._units[unit_id] = _Unit(unit_id, pool, node_id, Stage.READY, now_s, gpu_uuids)
             case Placed(unit_id):
                 self._move(unit_id, Stage.LOADING, now_s)
-            case Ready(unit_id):
-                self._move(unit_id, Stage.READY, now_s)
+            case Ready(unit_id, gpu_uuids):
+                self._move(unit_id, Stage.READY, now_s, gpu_uuids)
             case Ended(unit_id, reason):
                 self._ended(unit_id, reason, now_s)
             case Scale(model, units, pool):
@@ -229,10 +221,11 @@ class Planner:
 
     # --- what happened ----------------------------------------------------------------------
 
-    def _move(self, unit_id: str, stage: Stage, now_s: float) -> None:
+    def _move(self, unit_id: str, stage: Stage, now_s: float, gpu_uuids: tuple[str, ...] = ()) -> None:
         unit = self._units.get(unit_id)
         if unit is not None and unit.stage is not Stage.STOPPING:
             unit.stage, unit.since_s = stage, now_s
+            unit.gpu_uuids = gpu_uuids or unit.gpu_uuids
 
     def _ended(self, unit_id: str, reason: str, now_s: float) -> None:
         unit = self._units.pop(unit_id, None)
@@ -273,6 +266,7 @@ class Planner:
             for unit in self._units.values()
             if unit.pool not in self._wishes and unit.stage is not Stage.STOPPING
         ]
+        effects += self._stop_on_faulty_gpus(now_s)
         for wish in self._wishes.values():
             wanted = 0 if self._is_stopping else wish.units
             units = [unit for unit in self._of(wish) if unit.stage is not Stage.STOPPING]
@@ -287,6 +281,22 @@ class Planner:
                 if start is None:
                     break
                 effects.append(start)
+        return effects
+
+    def _stop_on_faulty_gpus(self, now_s: float) -> list[Effect]:
+        faults = {
+            (node.node_id, gpu.card.uuid): gpu.sample.fault
+            for node in self._nodes
+            for gpu in node.hardware or ()
+            if gpu.sample.fault
+        }
+        effects: list[Effect] = []
+        for unit in self._units.values() if faults else ():
+            uuid = next((uuid for uuid in unit.gpu_uuids if (unit.node_id, uuid) in faults), "")
+            if uuid and unit.stage is not Stage.STOPPING:
+                reason = f"its GPU {uuid} is faulty: {faults[unit.node_id, uuid]}"
+                self._wishes[unit.pool].failures.append(f"{unit.unit_id}: {reason}")
+                effects.append(self._stop(unit, reason, now_s))
         return effects
 
     def _stop(self, unit: _Unit, reason: str, now_s: float) -> Effect:
@@ -304,11 +314,15 @@ class Planner:
         free = [place for place in places if self._may_start_on(place.node, model)]
         if not free:
             return None
-        node, here = min(free, key=lambda p: (self._count(p.node, wish), self._count(p.node), p.node.node_id))
+        node, here, gpus = min(
+            free, key=lambda p: (self._count(p.node, wish), self._count(p.node), p.node.node_id)
+        )
         taken = set(self._units)
         unit_id = next(name for i in range(len(taken) + 1) if (name := f"{wish.prefix}{i}") not in taken)
-        self._units[unit_id] = _Unit(unit_id, wish.prefix, node.node_id, Stage.PLACING, now_s)
-        return StartUnit(unit_id, here, node.node_id, region, label)
+        uuids = tuple(gpu.card.uuid for gpu in gpus)
+        self._units[unit_id] = _Unit(unit_id, wish.prefix, node.node_id, Stage.PLACING, now_s, uuids)
+        numbers = tuple(gpu.card.number for gpu in gpus)
+        return StartUnit(unit_id, here, node.node_id, region, label, numbers)
 
     def _note_lack(self, wish: _Wish, lacking: str, now_s: float) -> None:
         """Remember since when no node fits; once that is long enough, it is a failure."""
@@ -318,9 +332,11 @@ class Planner:
             wish.lacking, wish.lacking_since_s = lacking, now_s
         else:
             wish.lacking = lacking
-            text = f"no node for it: {lacking}"
-            if self._lacks(wish, now_s) and text not in wish.failures:
-                wish.failures.append(text)
+            if self._lacks(wish, now_s):
+                # Free memory and the like change all the time; what failed before is worth keeping.
+                if wish.failures and wish.failures[-1].startswith(NO_NODE):
+                    wish.failures.pop()
+                wish.failures.append(f"{NO_NODE}{lacking}")
 
     def _lacks(self, wish: _Wish, now_s: float) -> bool:
         return bool(wish.lacking) and now_s - wish.lacking_since_s >= UNSATISFIED_AFTER_S
@@ -336,19 +352,27 @@ class Planner:
                 f"none carries region={label} (there are: {', '.join(known)})" if label else "none joined",
             )
         cpus, gpus = demands(model)
-        able = [(node, on_node(model, node)) for node in nodes if node.gpus or not gpus]
+        kinds = [kind for node in nodes if node.gpus for kind in node.by_gpu()] if gpus else nodes
+        able = [(node, on_node(model, node)) for node in kinds]
         unable = {here.reason for _, here in able if isinstance(here, NoVariant)}
-        places = []
+        places, obstacles = [], set()
         for node, here in able:
-            used = [demands(self._wishes[unit.pool].model) for unit in self._on(node)]
-            has_cpus = node.cpus - sum(each[0] for each in used) >= cpus
-            has_gpus = gpus_fit(node.gpus, [each[1] for each in used], gpus)
-            if has_cpus and has_gpus and not isinstance(here, NoVariant):
-                places.append(_Place(node, here))
+            if isinstance(here, NoVariant):
+                continue
+            owners = [Owner(unit.unit_id, self._demands(unit)[1], unit.gpu_uuids) for unit in self._on(node)]
+            room = gpus_for(node, here, owners)
+            if isinstance(room, NoRoom):
+                obstacles.add(room.reason)
+            elif node.cpus - sum(self._demands(unit)[0] for unit in self._on(node)) >= cpus:
+                places.append(_Place(node, here, room))
         if unable and all(isinstance(here, NoVariant) for _, here in able):
             return [], "; ".join(sorted(unable))
         where = f" with region={label}" if label else ""
-        return places, "" if places else f"it needs {_needs(model)}; no node{where} has that free"
+        why = "".join(f" ({obstacle})" for obstacle in sorted(filter(None, obstacles)))
+        return places, "" if places else f"it needs {_needs(model)}; no node{where} has that free{why}"
+
+    def _demands(self, unit: _Unit) -> tuple[float, float]:
+        return demands(self._wishes[unit.pool].model)
 
     def _may_start_on(self, node: Node, model: Model) -> bool:
         kind = start_kind(model)
@@ -415,33 +439,6 @@ def unit_prefix(model: str, pool: str = "") -> str:
     return f"unit-{re.sub(r'[^a-z0-9.]+', '-', f'{model}-{pool}'.lower()).strip('-')}-"
 
 
-def on_node(model: Model, node: Node) -> Model | NoVariant:
-    """Return the model with the checkpoint that a unit on `node` would run, or why none can."""
-    if model.engine == "simulated":
-        return fitted(model, pretended_gpu(model))
-    if not model.gpus:
-        return fitted(model, catalogue.GPUS["CPU"])
-    if not node.gpu:
-        if not model.gpu and len(model.checkpoints) == 1:
-            return model  # the unit finds out by itself
-        return NoVariant(
-            f"it depends on the GPU, and no node says which it has: start Ray there with "
-            f"--labels={GPU_LABEL}=NAME"
-        )
-    try:
-        gpu = catalogue.find(node.gpu)
-    except InvalidRequest as unknown:
-        return NoVariant(unknown.message)
-    if model.gpu and gpu.name != model.gpu:
-        return NoVariant(f"it needs {model.gpu}; nodes have {gpu.name}")
-    return fitted(model, gpu)
-
-
-def demands(model: Model) -> tuple[float, float]:
-    """Return the CPU cores and GPUs to reserve; a simulated unit only pretends to have any."""
-    return (0.0, 0.0) if model.engine == "simulated" else (model.cpus, model.gpus)
-
-
 def start_kind(model: Model) -> str:
     """Return the key of STARTS_AT_ONCE for a model."""
     if model.engine in ("simulated", "embedding") and demands(model)[1] == 0:
@@ -449,22 +446,6 @@ def start_kind(model: Model) -> str:
     if model.gpus == 0:
         return "cpu"
     return "gpu share" if model.gpus < 1 else "gpu"
-
-
-def gpus_fit(total: float, used: Iterable[float], wanted: float) -> bool:
-    """Tell whether `wanted` fits beside `used`: shares on one GPU each, whole ones on empty GPUs."""
-    room = [1.0] * int(total)
-    for amount in [*sorted(used, reverse=True), wanted]:
-        if amount == 0:
-            continue
-        need, each = (1, amount) if amount < 1 else (int(amount), 1.0)
-        open_gpus = [i for i, left in enumerate(room) if left >= each - 1e-9]
-        if len(open_gpus) < need:
-            return False
-        # The fullest that still fits, so that whole GPUs stay whole.
-        for i in sorted(open_gpus, key=lambda i: room[i])[:need]:
-            room[i] -= each
-    return True
 
 
 def _needs(model: Model) -> str:

@@ -27,11 +27,13 @@ async def resolve_placement() -> tuple[str, int]:
 class RayUnit(UnitActor):
     def __init__(self, config: Config, model: Model, unit_id: str, region: str) -> None:
         owns_gpu = model.gpus > 0 and model.engine != "simulated"
+        gpus = machine.visible_gpus() if owns_gpu else ()
         site = Site(
             node_id=ray.get_runtime_context().get_node_id(),
             host=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             region=region,
-            gpu=machine.gpu_name() if owns_gpu else "",
+            gpu=gpus[0][1] if gpus else "",
+            gpu_uuids=tuple(uuid for uuid, _ in gpus),
         )
         super().__init__(
             config, model, unit_id, site, resolve_placement=resolve_placement, end_process=os._exit

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Set
 from typing import Any
 
 import ray
@@ -18,9 +18,11 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from grid.config import Config
-from grid.engines.environment import engine_environment
+from grid.engines.environment import engine_environment, gpu_environment
 from grid.errors import GridError
 from grid.units import planner as plan
+from grid.units.nodes import REGION_LABEL, Node, demands
+from grid.units.probes import NODE_ID_LABEL, PROBE_PREFIX, Probes
 from grid.units.ray_unit import NAMESPACE, RayUnit
 
 log = logging.getLogger(__name__)
@@ -42,8 +44,6 @@ UNIT_CONCURRENCY = 100
 NAME_PERIOD_S = 0.05
 MAX_REASON_CHARACTERS = 500
 
-NODE_ID_LABEL = "ray.io/node-id"
-
 UNIT_PREFIX = "unit-"
 
 
@@ -53,12 +53,14 @@ class SupervisorActor:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._planner = plan.Planner(config)
+        self._probes = Probes(config)
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
         self._starting = asyncio.get_running_loop().create_task(self._start())
         self._polling: asyncio.Task[None] | None = None
         self._stops: set[asyncio.Task[None]] = set()
+        self._lacking: Set[tuple[str, str]] = frozenset()
 
     # --- what others call -------------------------------------------------------------------
 
@@ -95,22 +97,39 @@ class SupervisorActor:
             await self._ended.wait()
         if self._polling is not None:
             self._polling.cancel()
+        self._probes.stop_all()
 
     # --- the shell --------------------------------------------------------------------------
 
     async def _start(self) -> None:
         await self._adopt()
-        self._apply(plan.NodesSeen(await asyncio.to_thread(_nodes)))
+        self._apply(plan.NodesSeen(await self._see_nodes()))
         self._polling = asyncio.get_running_loop().create_task(self._poll())
 
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(POLL_PERIOD_S)
             try:
-                self._apply(plan.NodesSeen(await asyncio.to_thread(_nodes)))
+                self._apply(plan.NodesSeen(await self._see_nodes()))
             except RayError:
                 log.exception("the nodes of the cluster can't be read; trying again")
             self._apply(plan.Tick())
+            self._say_what_waits()
+
+    def _say_what_waits(self) -> None:
+        """Log once what keeps each pool's units from starting."""
+        lacking = {
+            (row["model"], row["pool"]): row["waiting_for"]
+            for row in self._planner.status(time.monotonic())
+            if row["waiting_for"]
+        }
+        for pool, reason in lacking.items():
+            if pool not in self._lacking:
+                log.warning("no unit of %s can start: %s", " ".join(filter(None, pool)), reason)
+        self._lacking = lacking.keys()
+
+    async def _see_nodes(self) -> tuple[Node, ...]:
+        return await self._probes.see(await asyncio.to_thread(_nodes))
 
     def _apply(self, event: plan.Event) -> None:
         for effect in self._planner.handle(event, time.monotonic()):
@@ -126,9 +145,12 @@ class SupervisorActor:
         """Take over ready units; kill those that an earlier supervisor left half-started."""
         for entry in await asyncio.to_thread(list_named_actors, all_namespaces=True):
             name = entry["name"]
-            if entry["namespace"] != NAMESPACE or not name.startswith(UNIT_PREFIX):
+            if entry["namespace"] != NAMESPACE or not name.startswith((UNIT_PREFIX, PROBE_PREFIX)):
                 continue
             try:
+                if name.startswith(PROBE_PREFIX):
+                    self._probes.adopt(name)
+                    continue
                 handle = ray.get_actor(name, namespace=NAMESPACE)
                 found: dict[str, Any] = await asyncio.wait_for(handle.describe.remote(), ADOPT_LIMIT_S)
             except (RayError, ValueError, TimeoutError) as error:
@@ -136,7 +158,8 @@ class SupervisorActor:
                 await _kill(name)
                 continue
             self._handles[name] = handle
-            self._apply(plan.Adopted(name, found["card"]["model"], found["card"]["node_id"]))
+            card = found["card"]
+            self._apply(plan.Adopted(name, card["model"], card["node_id"], tuple(card["gpu_uuids"])))
             self._live(name, self._watch_to_end(name, handle))
 
     # --- the life of one unit ---------------------------------------------------------------
@@ -150,8 +173,8 @@ class SupervisorActor:
             handle = self._handles[start.unit_id] = self._create(start)
             await handle.ping.remote()
             self._apply(plan.Placed(start.unit_id))
-            await handle.start.remote()
-            self._apply(plan.Ready(start.unit_id))
+            card = await handle.start.remote()
+            self._apply(plan.Ready(start.unit_id, card.gpu_uuids))
         except (RayError, ValueError, GridError) as error:
             await self._end(start.unit_id, _reason(error))
         else:
@@ -159,11 +182,11 @@ class SupervisorActor:
 
     def _create(self, start: plan.StartUnit) -> Any:
         model = start.model
-        cpus, gpus = plan.demands(model)
+        cpus, gpus = demands(model)
         labels = {NODE_ID_LABEL: start.node_id}
         if start.region_label:
-            labels[plan.REGION_LABEL] = start.region_label
-        environment = engine_environment(model)
+            labels[REGION_LABEL] = start.region_label
+        environment = engine_environment(model) | gpu_environment(start.gpus)
         return (
             ray.remote(RayUnit)
             .options(
@@ -243,9 +266,9 @@ async def _kill(name: str) -> None:
     log.warning("the name %s is still taken", name)
 
 
-def _nodes() -> tuple[plan.Node, ...]:
+def _nodes() -> tuple[Node, ...]:
     return tuple(
-        plan.Node(
+        Node(
             node["NodeID"],
             dict(node.get("Labels") or {}),
             float(node["Resources"].get("CPU", 0.0)),

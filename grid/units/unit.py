@@ -163,6 +163,8 @@ class Unit:
             ),
             prefill_tokens_per_s=engine.prefill_tokens_per_s,
             decode_ms_per_token=engine.decode_ms_per_token,
+            prompt_tokens=engine.prompt_tokens,
+            cached_tokens=engine.cached_tokens,
         )
 
     def retry_after_s(self, now_s: float) -> float:

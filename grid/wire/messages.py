@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from grid.words import Decision, FleetUnit, Message, PlacementRequest, Sampling, UnitCard, UnitLoad
+from grid.words import (
+    Decision,
+    FleetGpu,
+    FleetUnit,
+    GpuSample,
+    Message,
+    NodeCard,
+    PlacementRequest,
+    Sampling,
+    UnitCard,
+    UnitLoad,
+)
 
 PROTOCOL_VERSION = 1
 
@@ -26,7 +37,7 @@ class Hello(NamedTuple):
     stream: int
     version: int
     role: str
-    """`gateway`, `unit`, `placement`, `supervisor`, `store` or `relay`."""
+    """`gateway`, `unit`, `node`, `placement`, `supervisor`, `store` or `relay`."""
     peer_id: str
     nonce: bytes
 
@@ -120,6 +131,8 @@ class Fleet(NamedTuple):
     version: int
     """Rises when a unit joins, leaves or changes state; not with every sample."""
     units: tuple[FleetUnit, ...]
+    gpus: tuple[FleetGpu, ...] = ()
+    """Every GPU that a probe reads, also those without units."""
 
 
 class DrainUnit(NamedTuple):
@@ -131,6 +144,22 @@ class DrainUnit(NamedTuple):
     draining: bool = True
     restart: bool = False
     """Once the unit has nothing left to do its process ends, and the supervisor starts it anew."""
+
+
+class AnnounceNode(NamedTuple):
+    """A node's probe registers, on each new connection to the placement actor and when its GPUs change."""
+
+    stream: int
+    card: NodeCard
+
+
+class ReportNode(NamedTuple):
+    """One batch of samples: all GPUs of one node. It carries no time: whoever receives it has a clock."""
+
+    stream: int
+    node_id: str
+    incarnation: str
+    samples: tuple[GpuSample, ...]
 
 
 # --- generation -----------------------------------------------------------------------------
@@ -313,6 +342,8 @@ WireMessage = (
     | Watch
     | Fleet
     | DrainUnit
+    | AnnounceNode
+    | ReportNode
     | Submit
     | Accepted
     | Refused
@@ -344,6 +375,8 @@ KINDS: dict[int, type[WireMessage]] = {
     15: Watch,
     16: Fleet,
     17: DrainUnit,
+    18: AnnounceNode,
+    19: ReportNode,
     20: Submit,
     21: Accepted,
     22: Refused,

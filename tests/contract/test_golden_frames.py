@@ -19,6 +19,7 @@ from grid.wire.messages import (
     KINDS,
     Accepted,
     Announce,
+    AnnounceNode,
     Bye,
     Cancel,
     Count,
@@ -37,6 +38,7 @@ from grid.wire.messages import (
     Prove,
     Refused,
     Report,
+    ReportNode,
     Settle,
     StoreCall,
     StoreReply,
@@ -50,8 +52,12 @@ from grid.wire.messages import (
 from grid.words import (
     Candidate,
     Decision,
+    FleetGpu,
     FleetUnit,
+    GpuCard,
+    GpuSample,
     Message,
+    NodeCard,
     PlacementRequest,
     Precision,
     Rejection,
@@ -87,6 +93,7 @@ CARD = UnitCard(
     dimension=0,
     prefill_tokens_per_s=25_000.0,
     decode_ms_per_token=6.5,
+    gpu_uuids=("GPU-1",),
 )
 LOAD = UnitLoad(
     unit_id="unit-smollm2-0",
@@ -103,6 +110,40 @@ LOAD = UnitLoad(
     decode_ms_per_token=7.25,
     memory_used_mb=38_000.0,
     compute_utilisation=0.75,
+    prompt_tokens=9_000,
+    cached_tokens=4_096,
+)
+GPU = GpuCard(
+    uuid="GPU-1",
+    number=0,
+    product="NVIDIA H100 80GB HBM3",
+    memory_mb=81_559.0,
+    nvlinks=(0, 18),
+    ancestors=(0, 10),
+)
+NODE = NodeCard(node_id="node-a", incarnation="inc-1", driver="575.57", gpus=(GPU,), flaw="GPU 1 is lost")
+GPU_SAMPLE = GpuSample(
+    uuid="GPU-1",
+    memory_used_mb=38_000.0,
+    memory_free_mb=43_559.0,
+    memory_foreign_mb=0.0,
+    compute_utilisation=0.75,
+    sm_utilisation=0.5,
+    bandwidth_utilisation=0.625,
+    memory_busy=0.25,
+    pcie_sent_mb_per_s=12.0,
+    pcie_received_mb_per_s=24.0,
+    nvlink_sent_mb_per_s=1000.0,
+    nvlink_received_mb_per_s=1001.0,
+    sm_clock_mhz=1980.0,
+    memory_clock_mhz=2619.0,
+    throttle=4,
+    temperature_c=61.0,
+    power_w=512.5,
+    ecc_corrected=3,
+    ecc_uncorrected=1,
+    xid=79,
+    fault="Xid 79: it fell off the bus",
 )
 CANDIDATE = Candidate(
     unit_id="unit-smollm2-0",
@@ -186,8 +227,15 @@ EXAMPLES: tuple[WireMessage, ...] = (
     Announce(stream=0, card=CARD),
     Report(stream=0, node_id="node-a", loads=(LOAD,)),
     Watch(stream=6),
-    Fleet(stream=6, version=12, units=(FleetUnit(card=CARD, load=LOAD, reserved=4, sample_age_ms=55.5),)),
+    Fleet(
+        stream=6,
+        version=12,
+        units=(FleetUnit(card=CARD, load=LOAD, reserved=4, sample_age_ms=55.5),),
+        gpus=(FleetGpu("node-a", GPU, GPU_SAMPLE, 20.5, ("unit-smollm2-0",)),),
+    ),
     DrainUnit(stream=7, unit_id="unit-smollm2-0", draining=False, restart=True),
+    AnnounceNode(stream=0, card=NODE),
+    ReportNode(stream=0, node_id="node-a", incarnation="inc-1", samples=(GPU_SAMPLE,)),
     Submit(
         stream=8,
         request_id="req_1",
@@ -351,7 +399,9 @@ def test_trailing_fields_that_an_older_peer_lacks_take_their_defaults(message: W
 
 def test_records_inside_a_message_grow_and_lack_fields_alike() -> None:
     frame = golden()["Fleet"]
-    [[stream, version, [[card, load, reserved, age_ms]]]] = msgspec.msgpack.decode(frame[HEADER_BYTES:])
+    [[stream, version, [[card, load, reserved, age_ms]], _gpus]] = msgspec.msgpack.decode(
+        frame[HEADER_BYTES:]
+    )
     newer_card, older_load = [*card, "zone-b", 7], load[:9]
     fields = [stream, version, [[newer_card, older_load, reserved, age_ms, "new"]]]
     defaults = UnitLoad._field_defaults

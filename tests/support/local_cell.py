@@ -26,7 +26,7 @@ from gateway.state import EmbeddedRedis
 from grid.config import Config, Model
 from grid.engines.base import EngineFacts, EngineLoad
 from grid.units.actor import Site, UnitActor
-from grid.units.planner import Node, on_node
+from grid.units.nodes import Node, on_node
 from grid.words import Precision
 from placement.actor import PlacementActor
 

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util import list_named_actors
 
 from grid.config import Config
+from grid.units.probes import PROBE_PREFIX
 from grid.units.ray_unit import NAMESPACE
 from grid.units.supervisor import SupervisorActor
 
@@ -79,9 +81,17 @@ def main() -> None:
     until("two units adopted", lambda: rows()["sim"]["ready"] == 2)
     seen["after_restart"] = pids()
 
+    pair = until("a unit on two GPUs", lambda: rows()["pair"]["units"] or rows()["pair"]["failures"])
+    described = ray.get(ray.get_actor(pair[0]).describe.remote(), timeout=LIMIT_S)
+    seen["gpu_uuids"] = described["card"]["gpu_uuids"]
+    [node] = ray.nodes()
+    _, samples = ray.get(ray.get_actor(f"{PROBE_PREFIX}{node['NodeID']}").hardware.remote(), timeout=LIMIT_S)
+    seen["foreign_mb"] = [sample.memory_foreign_mb for sample in samples]
+    seen["parents"] = sorted({psutil.Process(pid).parent().name() for pid in seen["after_restart"].values()})
+
     seen["impossible"] = rows()["impossible"]
     ray.get(supervisor.stop_all.remote(), timeout=LIMIT_S)
-    seen["left"] = [name for name in list_named_actors() if name.startswith("unit-")]
+    seen["left"] = [name for name in list_named_actors() if name.startswith(("unit-", PROBE_PREFIX))]
     print(json.dumps(seen))
 
 

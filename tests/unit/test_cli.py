@@ -41,6 +41,17 @@ METRICS = {
     "p99_latency_ms": 840.4,
     "error_rate_5xx": 0.01,
 }
+GPU = {
+    "node_id": "node-1",
+    "index": 3,
+    "product": "NVIDIA L4",
+    "memory_free_mb": None,
+    "memory_foreign_mb": 2048.0,
+    "compute_utilisation": 0.77,
+    "units": ["unit-m-0"],
+    "fault": None,
+    "throttled_by": ["power cap"],
+}
 SOURCE = {
     "name": "help",
     "data_source_id": "ds-1",
@@ -115,12 +126,16 @@ def test_invoke_as_json_is_one_value(gateway: Gateway) -> None:
 def test_lists_are_tables_or_json(gateway: Gateway) -> None:
     key = {"key_id": "key-1", "tenant_id": "t", "operator": False, "label": "", "created_at": "2025"}
     gateway.routes = {
-        ("GET", "/v1/units"): httpx.Response(200, json={"units": [UNIT]}),
+        ("GET", "/v1/units"): httpx.Response(200, json={"units": [UNIT], "gpus": [GPU]}),
         ("GET", "/v1/keys"): httpx.Response(200, json={"keys": [key]}),
         ("GET", "/v1/data-sources"): httpx.Response(200, json={"data_sources": [SOURCE]}),
     }
     assert "unit-m-0" in grid("units").stdout
     assert json.loads(grid("units", "--json").stdout) == {"units": [UNIT]}
+    [header, line] = grid("gpus").stdout.splitlines()
+    assert header.split()[-1] == "state"
+    assert line.split() == ["node-1", "3", "L4", "?", "2048", "77%", "unit-m-0", "power", "cap"]
+    assert json.loads(grid("gpus", "--json").stdout) == {"gpus": [GPU]}
     assert "key-1" in grid("keys", "list").stdout
     assert json.loads(grid("keys", "list", "--json").stdout) == {"keys": [key]}
     assert "help" in grid("sources", "list").stdout

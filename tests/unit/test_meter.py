@@ -54,6 +54,13 @@ def test_speeds_are_unknown_until_measured_and_then_follow() -> None:
     assert one.load().steps == 200
 
 
+def test_the_prefix_cache_is_counted_from_the_start() -> None:
+    one = meter()
+    one.looked_up(100, 0)
+    one.looked_up(100, 96)
+    assert (one.load().prompt_tokens, one.load().cached_tokens) == (200, 96)
+
+
 def test_a_short_prefill_measures_nothing() -> None:
     one = meter()
     one.prefilled(one.joined(5, 0.0), 5, 0.1)

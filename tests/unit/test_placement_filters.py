@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from support.fleet import make_card, make_load, make_request, make_view
 
-from grid.words import PlacementRequest, Precision, Task, UnitCard, UnitState
+from grid.words import (
+    GpuCard,
+    GpuSample,
+    NodeCard,
+    PlacementRequest,
+    Precision,
+    Task,
+    UnitCard,
+    UnitState,
+)
 from placement.filters import REASONS, RULES, Question, avoided_names, is_version_of, rejections, sift
 from placement.fleet import View
 
@@ -143,7 +152,16 @@ def _enter(state: UnitState) -> Callable[[View, UnitCard], object]:
     return lambda view, card: view.report([make_load(card, state=int(state))], 1, NOW_S)
 
 
+def _lose_gpu(view: View, card: UnitCard) -> None:
+    view.join(card._replace(gpu_uuids=("GPU-0",)), 1)
+    view.join_node(NodeCard(card.node_id, "first", "575", (GpuCard("GPU-0", 0, "L4", 23_000.0),)), 8)
+    view.report_node(
+        card.node_id, "first", [GpuSample("GPU-0", fault="Xid 79: it fell off the bus")], 8, NOW_S
+    )
+
+
 STATE_CASES: list[tuple[str, Callable[[View, UnitCard], object], list[str]]] = [
+    ("gpu", _lose_gpu, ["GPU-0", "Xid 79"]),
     ("state", _enter(UnitState.FAILED), ["failed"]),
     ("state", _enter(UnitState.STARTING), ["starting"]),
     ("draining", _enter(UnitState.DRAINING), ["draining"]),

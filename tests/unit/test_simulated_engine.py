@@ -172,6 +172,9 @@ async def test_prefix_cache_is_separate_for_each_salt(bench: Bench) -> None:
     assert cold.cached_tokens == 0
     assert warm.cached_tokens > 100
     assert foreign.cached_tokens == 0
+    load = bench.engine.load()
+    assert load.cached_tokens == warm.cached_tokens
+    assert load.prompt_tokens > 3 * load.cached_tokens
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_with_the_counts(bench: Bench) -> None:

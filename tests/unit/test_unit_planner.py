@@ -10,7 +10,10 @@ import pytest
 from grid.config import Cell, Config, Model, load
 from grid.errors import InvalidRequest
 from grid.units import planner as plan
-from grid.units.planner import Node, Planner, StartUnit, StopUnit, gpus_fit, start_kind, unit_prefix
+from grid.units.gpu_room import Gpu
+from grid.units.nodes import GPU_LABEL, RAY_GPU_LABEL, Node, gpus_fit
+from grid.units.planner import Planner, StartUnit, StopUnit, start_kind, unit_prefix
+from grid.words import GpuCard, GpuSample
 
 CELLS = Path(__file__).parents[2] / "examples/cells"
 NODE = Node("n1", {}, cpus=4.0, gpus=0.0)
@@ -247,7 +250,7 @@ VARIANTS = [{"precision": name, "source": f"/m-{name}"} for name in ("bf16", "fp
 
 
 def on(gpu: str, node_id: str = "g", label: str = "") -> Node:
-    return Node(node_id, {plan.RAY_GPU_LABEL: gpu, plan.GPU_LABEL: label}, cpus=8, gpus=1)
+    return Node(node_id, {RAY_GPU_LABEL: gpu, GPU_LABEL: label}, cpus=8, gpus=1)
 
 
 def test_each_gpu_gets_the_best_of_the_models_variants() -> None:
@@ -323,3 +326,94 @@ def test_an_example_cell_starts_on_a_small_machine(example: str) -> None:
     ]
     names = {model.name for model in config.models}
     assert {alias.model for alias in config.aliases.values()} <= names
+
+
+# --- GPUs that a probe tells of ---------------------------------------------------------------
+
+
+def gpu(place: int, product: str = "NVIDIA L40S", free_mb: float = 45_000.0, **changes: Any) -> Gpu:
+    uuid = f"GPU-{place}"
+    card = GpuCard(uuid, place, product, 46_000.0)
+    return Gpu(place, card, GpuSample(uuid, memory_free_mb=free_mb, **changes))
+
+
+def probed(*gpus: Gpu, node_id: str = "g", **labels: str) -> Node:
+    return Node(node_id, labels, cpus=64, gpus=len(gpus), hardware=gpus)
+
+
+def started(effects: list[plan.Effect]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(effect.unit_id, effect.gpus) for effect in effects if isinstance(effect, StartUnit)]
+
+
+def test_units_get_gpus_of_their_own() -> None:
+    node = probed(gpu(0), gpu(1), gpu(2, free_mb=1000.0, memory_foreign_mb=44_000.0))
+    made, effects = planner(model("m", "vllm", gpus=1, min_units=3, max_units=3), nodes=(node,))
+    assert started(effects) == [("unit-m-0", (0,)), ("unit-m-1", (1,))]
+    assert (
+        "GPU 2 has 1000 MB free of the 41400 MB it needs, and others use 44000 MB" in row(made)["waiting_for"]
+    )
+    free_again = probed(gpu(0, free_mb=500.0), gpu(1, free_mb=500.0), gpu(2))
+    assert started(made.handle(plan.NodesSeen((free_again,)), 1.0)) == [("unit-m-2", (2,))]
+
+
+def test_a_grant_needs_no_more_than_itself() -> None:
+    node = probed(gpu(0, free_mb=9000.0))
+    granted = model("m", "vllm", gpus=0.25, memory_grant_mb=8000)
+    assert started(planner(granted, nodes=(node,))[1]) == [("unit-m-0", (0,))]
+    assert started(planner(model("m", "vllm", gpus=0.5), nodes=(node,))[1]) == []
+
+
+def test_a_start_waits_until_the_probe_has_told() -> None:
+    silent = Node("g", {}, cpus=8, gpus=1, hardware=None)
+    made, effects = planner(model("m", "vllm", gpus=1), model("s"), nodes=(silent,))
+    assert starts(effects) == ["unit-s-0"]
+    assert "its probe has not told of the GPUs yet" in row(made)["waiting_for"]
+    assert started(made.handle(plan.NodesSeen((probed(gpu(0)),)), 1.0)) == [("unit-m-0", (0,))]
+
+
+def test_the_driver_names_each_gpu_of_a_mixed_node() -> None:
+    node = probed(gpu(0, "NVIDIA H100 80GB HBM3", 80_000.0), gpu(1, "Tesla T4", 80_000.0))
+    two = model("m", "vllm", precision=..., variants=VARIANTS, gpus=1, min_units=2, max_units=2)
+    _, effects = planner(two, nodes=(node,))
+    found = {e.gpus: e.model.precision for e in effects if isinstance(e, StartUnit)}
+    assert found == {(0,): "fp8", (1,): "int8"}
+
+
+def test_an_adopted_unit_keeps_its_gpus() -> None:
+    made = Planner(
+        Config(cell=Cell(region="eu"), models=(model("m", "vllm", gpus=1, min_units=2, max_units=2),))
+    )
+    made.handle(plan.Adopted("unit-m-0", "m", "g", ("GPU-0",)), 0.0)
+    effects = made.handle(plan.NodesSeen((probed(gpu(0), gpu(1)),)), 0.0)
+    assert started(effects) == [("unit-m-1", (1,))]
+
+
+def test_a_unit_that_has_not_told_its_gpus_is_waited_for() -> None:
+    by_ray = Node("g", {}, cpus=8, gpus=2)
+    made, effects = planner(model("m", "vllm", gpus=1, min_units=1, max_units=2), nodes=(by_ray,))
+    assert started(effects) == [("unit-m-0", ())]
+    seen = plan.NodesSeen((probed(gpu(0), gpu(1)),))
+    made.handle(plan.Scale("m", 2), 1.0)
+    made.handle(plan.Ended("unit-m-1", "killed"), 1.0)
+    assert started(made.handle(seen, 2.0)) == []
+    assert started(made.handle(plan.Ready("unit-m-0", ("GPU-1",)), 10.0)) == [("unit-m-1", (0,))]
+
+
+def test_units_of_a_faulty_gpu_are_ended_and_start_elsewhere() -> None:
+    made, effects = planner(model("m", "vllm", gpus=1), nodes=(probed(gpu(0), gpu(1)),))
+    assert started(effects) == [("unit-m-0", (0,))]
+    made.handle(plan.Ready("unit-m-0"), 1.0)
+    broken = plan.NodesSeen((probed(gpu(0, fault="Xid 79: it fell off the bus"), gpu(1)),))
+    effects = made.handle(broken, 2.0)
+    assert stops(effects) == ["unit-m-0"]
+    assert started(effects) == [("unit-m-1", (1,))]
+    assert row(made)["failures"] == ["unit-m-0: its GPU GPU-0 is faulty: Xid 79: it fell off the bus"]
+    assert stops(made.handle(broken, 3.0)) == []
+
+
+def test_a_lack_whose_figures_change_is_one_failure() -> None:
+    made, _ = planner(model("m", "vllm", gpus=1), nodes=(probed(gpu(0, free_mb=1000.0)),))
+    for second in range(100):
+        made.handle(plan.NodesSeen((probed(gpu(0, free_mb=1000.0 + second)),)), float(second))
+    [failure] = row(made)["failures"]
+    assert "has 1099 MB free" in failure

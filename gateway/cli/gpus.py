@@ -1,0 +1,50 @@
+"""`grid gpus`: the GPUs of a cell, whoever uses them, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.cli.console import print_json, print_table, reporting
+from gateway.cli.options import DEFAULT_URL, AsJson, CaFile, Key, Url, connected
+
+UNKNOWN = "?"
+"""What the hardware can't tell is not a zero."""
+
+NODE_CHARACTERS = 8
+"""Of Ray's 56: enough to tell nodes apart, and the table fits a terminal."""
+
+
+def gpus(url: Url = DEFAULT_URL, key: Key = "", ca: CaFile = None, as_json: AsJson = False) -> None:
+    """List the GPUs: free memory and what others use of it, how busy they are, faults."""
+    with reporting(as_json), connected(url, key, ca) as grid:
+        listed = grid.gpus()
+        if as_json:
+            print_json({"gpus": listed})
+        else:
+            print_gpus(listed)
+
+
+def print_gpus(listed: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            gpu["node_id"][:NODE_CHARACTERS],
+            gpu["index"],
+            gpu["product"].removeprefix("NVIDIA "),
+            _whole(gpu["memory_free_mb"]),
+            _whole(gpu["memory_foreign_mb"]),
+            _percent(gpu["compute_utilisation"]),
+            ", ".join(gpu["units"]),
+            gpu["fault"] or ", ".join(gpu["throttled_by"] or ()) or "sound",
+        )
+        for gpu in listed
+    ]
+    columns = ("node", "GPU", "product", "free MB", "others' MB", "busy", "units", "state")
+    print_table(columns, rows, "no GPUs that a driver tells of")
+
+
+def _whole(reading: float | None) -> int | str:
+    return UNKNOWN if reading is None else round(reading)
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.0%}"

@@ -1,0 +1,129 @@
+"""One node's probe as a process: it reads the GPUs ten times a second and sends placement a batch each time.
+
+A plain class: the supervisor wraps it for Ray, tests use it as it is. It owns the probe and its one thread,
+on which alone the driver is called, since some calls block for tens of milliseconds. Without a driver it says
+so once, to placement too, and from then on only keeps its link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from grid.config import Config
+from grid.hardware.nvml import NoDriver, Probe
+from grid.units.actor import REPORT_PERIOD_S, Resolve
+from grid.wire.link import Link, Reconnecting
+from grid.wire.messages import AnnounceNode, ReportNode
+from grid.words import GpuSample, NodeCard, new_id
+
+log = logging.getLogger(__name__)
+
+REOPEN_PERIOD_S = 5.0
+"""A driver that is updated or reloaded is away for seconds to minutes."""
+
+
+class NodeProbe:
+    """Of the node `node_id`. `resolve_placement` finds the placement actor; `is_ours` tells the cell's
+    processes from others', None where it can't."""
+
+    def __init__(
+        self,
+        config: Config,
+        node_id: str,
+        *,
+        resolve_placement: Resolve,
+        is_ours: Callable[[int], bool | None],
+    ) -> None:
+        self._config = config
+        self._resolve_placement = resolve_placement
+        self._probe = Probe(is_ours)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nvml")
+        self._card = NodeCard(node_id, new_id("inc-"), "", ())
+        self._newest: tuple[GpuSample, ...] = ()
+        self._read_once = asyncio.Event()
+        self._placement: Reconnecting | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to read and to report; returns at once."""
+        secret = (self._config.cell.state_dir / "secrets" / "link.key").read_bytes()
+        self._placement = Reconnecting(
+            self._resolve_placement,
+            role="node",
+            peer_id=self._card.node_id,
+            secret=secret,
+            on_connected=self._announce,
+        )
+        self._reading = asyncio.create_task(self._read_for_ever())
+        await self._placement.start()
+
+    async def hardware(self) -> tuple[NodeCard, tuple[GpuSample, ...]]:
+        """Return the node's GPUs and their newest samples, as soon as the driver was asked once."""
+        await self._read_once.wait()
+        return self._card, self._newest
+
+    async def stop(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._placement is not None:
+            await self._placement.close()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._probe.close)
+        self._thread.shutdown()
+
+    # --- reading ----------------------------------------------------------------------------
+
+    async def _read_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                found = await loop.run_in_executor(self._thread, self._probe.open)
+                self._found(NodeCard(self._card.node_id, new_id("inc-"), *found))
+                await self._read_while_it_lasts()
+            except NoDriver as missing:
+                await loop.run_in_executor(self._thread, self._probe.close)
+                self._lost(missing.message)
+                if missing.is_final:
+                    return
+            await asyncio.sleep(REOPEN_PERIOD_S)
+
+    async def _read_while_it_lasts(self) -> None:
+        """Read at 10 Hz without drift; whoever was late skips what it missed. Raises NoDriver."""
+        loop, due_s = asyncio.get_running_loop(), time.monotonic()
+        while True:
+            self._newest = await loop.run_in_executor(self._thread, self._probe.read, time.monotonic())
+            self._read_once.set()
+            link = self._placement.link if self._placement is not None else None
+            # What a peer has not taken yet is older than the next batch.
+            if link is not None and not link.is_paused:
+                link.send(ReportNode(0, self._card.node_id, self._card.incarnation, self._newest))
+            now_s = time.monotonic()
+            due_s = max(due_s + REPORT_PERIOD_S, now_s)
+            await asyncio.sleep(due_s - now_s)
+
+    def _found(self, card: NodeCard) -> None:
+        log.info("driver %s with %d GPUs %s", card.driver, len(card.gpus), card.flaw)
+        self._card, self._newest = card, ()
+        self._tell()
+
+    def _lost(self, reason: str) -> None:
+        if self._card.flaw != reason:
+            log.warning("node %s: %s", self._card.node_id, reason)
+            self._card = NodeCard(self._card.node_id, new_id("inc-"), "", (), reason)
+            self._newest = ()
+            self._tell()
+        self._read_once.set()
+
+    # --- telling ----------------------------------------------------------------------------
+
+    def _announce(self, link: Link) -> None:
+        link.send(AnnounceNode(0, self._card))
+
+    def _tell(self) -> None:
+        link = self._placement.link if self._placement is not None else None
+        if link is not None:
+            self._announce(link)
