@@ -193,5 +193,5 @@ async def _until_accepted(batch: Batch) -> list[Told]:
 
 
 def input_id(request_id: str, number: int) -> str:
-    """Return the request id of one input: what it did can be asked for by it."""
+    """Return the request id of one input, under which its steps are placed and its answer is told."""
     return f"{request_id}.{number}"
