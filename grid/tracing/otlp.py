@@ -104,6 +104,8 @@ def _field(tag: bytes, payload: bytes) -> bytes:
     size = len(payload)
     if size < 0x80:
         return tag + bytes((size,)) + payload
+    if size < 0x4000:
+        return tag + bytes((size & 0x7F | 0x80, size >> 7)) + payload
     return tag + _varint(size) + payload
 
 

@@ -45,6 +45,11 @@ def span(name: str = "s", **fields: object) -> Span:
         (f"00-{'0' * 32}-{PARENT}-01", None),
         (f"00-{TRACE}-{'0' * 16}-01", None),
         (f"00-{TRACE.upper()}-{PARENT}-01", None),
+        (f"00-{TRACE}-{PARENT}-0 ", None),
+        (f"00-{TRACE[:-2]}  -{PARENT}-01", None),
+        (f"00-{TRACE[:-1]}--{PARENT}-01", None),
+        (f"00-{TRACE[:-4]}--aa-{PARENT}-01", None),
+        (f"cc-{TRACE}-{PARENT}-01more", None),
         ("", None),
         ("00-zz", None),
     ],
@@ -52,6 +57,12 @@ def span(name: str = "s", **fields: object) -> Span:
 def test_traceparent_is_read_as_the_standard_says(text: str, sampled: bool | None) -> None:
     context = parse_traceparent(text)
     assert (None if context is None else context.sampled) == sampled
+
+
+@given(st.text(max_size=60) | st.text("0123456789abcdef-", min_size=54, max_size=57))
+def test_whatever_a_caller_sends_is_read_or_left(text: str) -> None:
+    context = parse_traceparent(text)
+    assert context is None or (len(context.trace_id), len(context.span_id)) == (16, 8)
 
 
 def tracer(spans: list[Span], sample: float = 1.0) -> Tracer:
