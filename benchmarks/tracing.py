@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ CLIENTS = 32
 TARGET = 0.95
 TRACE = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 SIDES = {"traced": f"00-{TRACE}-01", "not traced": f"00-{TRACE}-00"}
+PROCESSES = {
+    "gateway": "ServeReplica",
+    "placement": "PlacementActor",
+    "unit": "RayUnit",
+    "HAProxy": "haproxy",
+}
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -123,13 +130,14 @@ def load(info: launch.CellInfo, path: str, traceparent: str, seconds: float) -> 
     return result
 
 
-def cpu_s(config: Config) -> float:
-    """Return the CPU seconds of all processes of the cell until now."""
-    spent = 0.0
+def cpu_s(config: Config) -> Counter[str]:
+    """Return the CPU seconds until now of the cell's processes, by what they are."""
+    spent: Counter[str] = Counter()
     for process in launch.processes(config):
         with contextlib.suppress(psutil.Error):
-            times = process.cpu_times()
-            spent += times.user + times.system
+            times, title = process.cpu_times(), " ".join(process.cmdline())
+            kind = next((kind for kind, mark in PROCESSES.items() if mark in title), "others")
+            spent[kind] += times.user + times.system
     return spent
 
 
@@ -144,8 +152,11 @@ def measure(
         for side in sorted(SIDES, reverse=bool(index % 2)):
             before_s = cpu_s(config)
             run = load(info, path, SIDES[side], seconds)
+            after_s = cpu_s(config)
             # The load's warm-up and drain are in the CPU time as well, on both sides alike.
-            run["cpu_ms"] = (cpu_s(config) - before_s) * 1e3 / run["requests"]
+            run["cpu_ms"] = {
+                kind: (after_s[kind] - before_s[kind]) * 1e3 / run["requests"] for kind in PROCESSES
+            }
             runs[side].append(run)
     time.sleep(2.0)  # what waits to be exported
     ratios = [
@@ -165,7 +176,10 @@ def measure(
             for side, each in runs.items()
         },
         "cell_cpu_ms_per_request": {
-            side: round(statistics.median(run["cpu_ms"] for run in each), 3) for side, each in runs.items()
+            side: {
+                kind: round(statistics.median(run["cpu_ms"][kind] for run in each), 3) for kind in PROCESSES
+            }
+            for side, each in runs.items()
         },
         "ratio": round(statistics.median(ratios), 3),
         "ratio_of_totals": round(
@@ -209,8 +223,9 @@ def main() -> None:
         print(
             f"{side:12}{results['requests_per_s'][side]:>10.0f} requests/s"
             f"{results['latency_ms_p99'][side]:>10.2f} ms p99"
-            f"{results['cell_cpu_ms_per_request'][side]:>10.3f} ms CPU a request"
+            f"{sum(results['cell_cpu_ms_per_request'][side].values()):>10.3f} ms CPU a request"
         )
+    print(json.dumps(results["cell_cpu_ms_per_request"]))
     low, high = min(results["ratios"]), max(results["ratios"])
     of_all = results["ratio_of_totals"]
     print(f"traced / not traced: {results['ratio']} ({low}-{high}; of all requests {of_all})")
