@@ -39,7 +39,7 @@ from placement import cost, freshness
 from placement.columns import Columns, Mask, Names
 from placement.gpus import Gpus
 from placement.health import Health
-from placement.learning import STUDY_S, Learning
+from placement.learning import LESSON_GAP_S, STUDY_S, Learning
 from placement.lengths import Forecast
 from placement.loads import Loads
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, load_flaw, spent_flaw
@@ -84,6 +84,8 @@ class Unit:
     """As last published."""
     studied_s: float = -np.inf
     """When a sample was last learned from."""
+    taught_s: float = -np.inf
+    """When a request last taught its speed."""
     health: Health = field(default_factory=Health)
 
 
@@ -304,12 +306,7 @@ class View:
             return False
         row = self._row_of(reservation)
         if outcome == "done":
-            if spent_flaw(spent):
-                self.dropped["bad_figures"] += 1
-            elif row is None:
-                self._learning.done(reservation.lesson, spent, None, None)
-            else:
-                self._learning.done(reservation.lesson, spent, self.units[row].speed, self._loads.here(row))
+            self._learn(reservation, row, spent, self._clock.read(now_s))
         self._end(reservation_id)
         if row is not None:
             until_s = self.units[row].health.settled(outcome, reservation.made_s, self._clock.read(now_s))
@@ -317,6 +314,17 @@ class View:
                 self.columns.suspect_until_s[row] = until_s
                 self._suspect_until_s = max(self._suspect_until_s, until_s)
         return True
+
+    def _learn(self, reservation: Reservation, row: int | None, spent: Spent, observed_s: float) -> None:
+        speed = here = None
+        if spent_flaw(spent):
+            self.dropped["bad_figures"] += 1
+            return
+        if row is not None and observed_s >= self.units[row].taught_s + LESSON_GAP_S:
+            unit = self.units[row]
+            unit.taught_s = observed_s
+            speed, here = unit.speed, self._loads.here(row)
+        self._learning.done(reservation.lesson, spent, speed, here)
 
     def release_holder(self, holder: int) -> int:
         """End a lost gateway's reservations, save those that a unit reports: these run. Count them."""

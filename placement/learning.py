@@ -17,6 +17,10 @@ from placement.speeds import LearnedSpeeds, Ran, UnitSpeed
 STUDY_S = 1.0
 """How often a unit's own figures are learned from: they are averages, and ten a second say no more."""
 
+LESSON_GAP_S = 0.02
+"""How often at most a unit's speed is learned from its requests: those that end together ran together, and
+say one thing, not many."""
+
 FIRST_ATTEMPT = 1
 
 MIN_OUTPUT_TOKENS = 8
@@ -75,7 +79,7 @@ class Learning:
         )
 
     def done(self, lesson: Lesson, spent: Spent, unit: UnitSpeed | None, left: Here | None) -> None:
-        """Learn from a finished request; `unit` and what it leaves there are None where the unit has gone."""
+        """Learn from a finished request; only its length, where `unit` and what it leaves there are None."""
         if not lesson.is_whole:
             return
         self._lengths.take(lesson.tenant_id, lesson.pipeline_id, lesson.model, spent.output_tokens)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from grid.hardware import catalogue
 from grid.words import Precision, UnitCard
+from placement.factors import Factor, TwoTerms, learn
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1_000.0
 DEFAULT_STEP_MS = 30.0
@@ -36,47 +37,17 @@ REMEMBERED_TOKENS = 100_000.0
 MAX_PROMPT_PER_OUTPUT = 1_000.0
 """Embedding-like work aside, more is an error; the prefix cache keeps real work far below."""
 
-KIND_DOUBT = 0.7
-"""Standard deviation of a term's prior, as a logarithm: rooflines are right within a factor of two."""
-
-UNIT_DOUBT = 0.15
-"""The same of a unit among its kind: clocks, cooling, neighbours."""
-
 REQUEST_NOISE = 0.25
 """Of one request's time around what its batch explains, because the batch changed while it ran."""
 
 REPORT_NOISE = 0.4
 """Of a unit's own figure, which is an average over batches that are gone."""
 
-MAX_UNREST = 4.0
-"""How many times noisier than these a kind's observations are taken to be at most."""
-UNREST_STEP = 0.05
-"""By how much that changes with one of them: twenty find a noise that is twice the usual one."""
-MEDIAN_DEVIATION = 0.6745
-"""Of a normal distribution, in standard deviations."""
-
-DRIFT = 0.0015
-"""Standard deviation of how far a truth wanders between two observations. Against REQUEST_NOISE it makes half
-of what is known come from the last 115 requests, so that a unit that gets hot is found out."""
-
-OUTLIER = 3.0
-"""Standard deviations beyond which an observation counts as if it lay there."""
-
-MAX_LOG_FACTOR = 4.0
-"""No term is corrected by more than a factor of 55."""
-
 KIND_STEP = 0.02
 """A kind's figures are published anew when one has moved by this; finer is below the noise of its inputs."""
 
-UNIT_STEP = 0.05
-"""A unit's own factor has to move by this to be published anew, and one that is smaller is none."""
-APART = 0.08
-"""By how much, as a logarithm, a unit has to be off its kind to be told apart from it."""
 COMMON = 0.005
 """What all units of a kind have in common, as a logarithm, is the kind's from here on."""
-SURE = 3.5
-"""And by how many standard deviations. Each request is another look, and among many looks at many units three
-deviations are nothing rare."""
 
 MAX_KINDS = 1_024
 """Kinds without a unit are kept for its return, up to here; the oldest make room."""
@@ -126,85 +97,6 @@ def _prior(card: UnitCard) -> _Prior:
     return _Prior(step_ms, kv_ms, min(1e3 / rate, MAX_MS_PER_TOKEN))
 
 
-class _Factor:
-    """One factor on a prediction, as a logarithm with its variance (a Kalman filter of one state)."""
-
-    __slots__ = ("log", "published", "variance")
-
-    def __init__(self) -> None:
-        self.log = self.published = 0.0
-        self.variance = UNIT_DOUBT**2
-
-    def take(self, off: float, noise: float) -> None:
-        """`off` is the logarithm of observed over predicted without this factor, `noise` its variance."""
-        self.variance += DRIFT**2
-        spread = self.variance + noise
-        bound = OUTLIER * math.sqrt(spread)
-        gain = self.variance / spread
-        self.log += gain * min(max(off - self.log, -bound), bound)
-        self.variance *= 1 - gain
-
-    def publish(self) -> bool:
-        """Return whether the published factor had to follow."""
-        before, off = self.published, abs(self.log)
-        if before == 0.0:
-            if off > max(APART, SURE * math.sqrt(self.variance)):
-                self.published = self.log
-        elif off < UNIT_STEP:
-            self.published = 0.0
-        elif abs(self.log - before) > UNIT_STEP:
-            self.published = self.log
-        return self.published != before
-
-
-class _TwoTerms:
-    """`a * x + b * y` with a factor each on a and b: an extended Kalman filter of their logarithms."""
-
-    __slots__ = ("log_x", "log_y", "of_units", "unrest", "var_x", "var_xy", "var_y")
-
-    def __init__(self) -> None:
-        self.of_units = 0.0
-        """Sum of the logarithms of the units' own factors."""
-        self.unrest = 1.0
-        """How much noisier its observations are than was thought."""
-        self.log_x = self.log_y = 0.0
-        self.var_x = self.var_y = KIND_DOUBT**2
-        self.var_xy = 0.0
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        return math.exp(self.log_x), math.exp(self.log_y)
-
-    def predict(self, x: float, y: float) -> float:
-        return math.exp(self.log_x) * x + math.exp(self.log_y) * y
-
-    def take(self, x: float, y: float, off: float, noise: float) -> float:
-        """Learn from one observation; return the variance that is left in `predict(x, y)`'s logarithm.
-
-        `off` is the logarithm of observed over predicted, `noise` its variance beyond these terms.
-        """
-        share_x = math.exp(self.log_x) * x / self.predict(x, y)
-        share_y = 1.0 - share_x
-        var_x, var_y, var_xy = self.var_x + DRIFT**2, self.var_y + DRIFT**2, self.var_xy
-        to_x, to_y = var_x * share_x + var_xy * share_y, var_xy * share_x + var_y * share_y
-        doubt = share_x * to_x + share_y * to_y
-        spread = doubt + noise
-        self._listen(abs(off) > MEDIAN_DEVIATION * math.sqrt(spread))
-        bound = OUTLIER * math.sqrt(spread)
-        off = min(max(off, -bound), bound) / spread
-        self.log_x = min(max(self.log_x + to_x * off, -MAX_LOG_FACTOR), MAX_LOG_FACTOR)
-        self.log_y = min(max(self.log_y + to_y * off, -MAX_LOG_FACTOR), MAX_LOG_FACTOR)
-        self.var_x = var_x - to_x * to_x / spread
-        self.var_y = var_y - to_y * to_y / spread
-        self.var_xy = var_xy - to_x * to_y / spread
-        return doubt * noise / spread
-
-    def _listen(self, louder: bool) -> None:
-        """Follow the noise of what is observed: half of it should be within the median deviation."""
-        unrest = self.unrest * ((1 + UNREST_STEP) if louder else 1 / (1 + UNREST_STEP))
-        self.unrest = min(max(unrest, 1.0), MAX_UNREST)
-
-
 class _Kind:
     """What equal units learn together."""
 
@@ -212,7 +104,7 @@ class _Kind:
 
     def __init__(self, prior: _Prior) -> None:
         self.prior = prior
-        self.decode, self.prefill = _TwoTerms(), _TwoTerms()
+        self.decode, self.prefill = TwoTerms(), TwoTerms()
         self.outputs = REMEMBERED_TOKENS / 100
         self.inputs = PROMPT_PER_OUTPUT * self.outputs
         self.units: set[UnitSpeed] = set()
@@ -275,7 +167,7 @@ class UnitSpeed:
     def __init__(self, unit_id: str, kind: _Kind, learner: LearnedSpeeds) -> None:
         self.unit_id = unit_id
         self.kind, self._learner = kind, learner
-        self._decode, self._prefill = _Factor(), _Factor()
+        self._decode, self._prefill = Factor(), Factor()
 
     @property
     def speeds(self) -> Speeds:
@@ -289,17 +181,17 @@ class UnitSpeed:
             kind.mixed(ran)
         load_ms = kind.load_ms(ran.batch, ran.kv_tokens, kind.computed_per_token)
         if ran.token_ms > 0:
-            _learn(kind.decode, self._decode, kind.prior.step_ms, load_ms, ran.token_ms, REQUEST_NOISE)
+            learn(kind.decode, self._decode, kind.prior.step_ms, load_ms, ran.token_ms, REQUEST_NOISE)
         if ran.ttft_ms > 0:
             step_ms = kind.decode.predict(kind.prior.step_ms, load_ms) * math.exp(self._decode.log)
             prompt_ms = kind.prior.prefill_ms_per_token * ran.prompt_tokens
-            _learn(kind.prefill, self._prefill, step_ms, prompt_ms, ran.ttft_ms, REQUEST_NOISE)
+            learn(kind.prefill, self._prefill, step_ms, prompt_ms, ran.ttft_ms, REQUEST_NOISE)
         self._learner.learned(self)
 
     def stepped(self, batch: int, kv_tokens: int, step_ms: float) -> None:
         """Learn from what the unit measured of its steps: no prompt is computed in those."""
         load_ms = self.kind.load_ms(batch, kv_tokens, 1.0)
-        _learn(self.kind.decode, self._decode, self.kind.prior.step_ms, load_ms, step_ms, REPORT_NOISE)
+        learn(self.kind.decode, self._decode, self.kind.prior.step_ms, load_ms, step_ms, REPORT_NOISE)
         self._learner.learned(self)
 
     def leave(self) -> None:
@@ -315,16 +207,6 @@ class UnitSpeed:
     def moved(self) -> bool:
         decode, prefill = self._decode.publish(), self._prefill.publish()
         return decode or prefill
-
-
-def _learn(terms: _TwoTerms, own: _Factor, x: float, y: float, observed_ms: float, noise: float) -> None:
-    """Share out what an observation says between a kind and its unit, each allowing for the other's doubt."""
-    noise = (noise * terms.unrest) ** 2
-    off = math.log(observed_ms / terms.predict(x, y))
-    doubt = terms.take(x, y, off - own.log, noise + own.variance)
-    before = own.log
-    own.take(math.log(observed_ms / terms.predict(x, y)), noise + doubt)
-    terms.of_units += own.log - before
 
 
 class LearnedSpeeds:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import random
+from collections.abc import Callable
+from typing import TextIO
 
 import pytest
 from support.fleet import make_card, make_load, make_request, make_view
+from support.shared import data_folder
 
 from placement import lengths, speeds
 from placement.decide import decide
@@ -47,6 +52,31 @@ def test_nine_of_ten_answers_are_within_the_forecast(spread: float) -> None:
         assert within <= 0.93 * 3_000
     expected = math.exp(4.0 + spread**2 / 2)
     assert learned.forecast("t", "p", "m").mean_tokens == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("trace", "lengths_of"),
+    [
+        (
+            "azure2023_code.csv",
+            lambda lines: [int(row["GeneratedTokens"]) for row in csv.DictReader(lines)],
+        ),
+        ("mooncake_synthetic.jsonl", lambda lines: [json.loads(line)["output_length"] for line in lines]),
+    ],
+)
+def test_nine_of_ten_answers_of_a_real_service_are_within_the_forecast(
+    trace: str, lengths_of: Callable[[TextIO], list[int]]
+) -> None:
+    path = data_folder() / "traces" / trace
+    if not path.exists():
+        pytest.skip(f"needs the trace {trace}; name the folder of evaluation data by GRID_DATA")
+    with path.open() as lines:
+        answers = lengths_of(lines)
+    learned, within = OutputLengths(), 0
+    for answer in answers:
+        within += answer <= learned.forecast("t", "p", "m").p90_tokens
+        learned.take("t", "p", "m", answer)
+    assert 0.85 <= within / len(answers) <= 0.95
 
 
 def test_a_change_of_habit_is_followed() -> None:
@@ -210,13 +240,23 @@ def test_speeds_change_at_a_tick_and_predictions_come_true() -> None:
     view, spent = make_view(make_card()), Spent(100, 51, 330.0, 330.0 + 50 * 30.0)
     before = lone_ms(view)
     for number in range(50):
-        run(view, number, "u0", spent)
-    assert lone_ms(view) == before
-    view.tick(0.1)
-    view.report([make_load(make_card())], 1, 0.1)
-    chosen = decide(make_request(), view, 0.1, random.Random(0)).chosen
+        run(view, number, "u0", spent, number / 10)
+        if number == 0:
+            assert lone_ms(view) == before
+        view.tick(number / 10)
+    view.report([make_load(make_card())], 1, 5.0)
+    chosen = decide(make_request(), view, 5.0, random.Random(0)).chosen
     assert chosen.ttft_ms == pytest.approx(330, rel=0.1)
     assert chosen.decode_ms / 49 == pytest.approx(30, rel=0.1)
+
+
+def test_requests_that_end_together_are_one_lesson_of_speed() -> None:
+    view, spent = make_view(make_card()), Spent(100, 51, 330.0, 330.0 + 50 * 30.0)
+    run(view, 0, "u0", spent)
+    once = view.units[0].speed.kind.speeds()
+    for number in range(1, 20):
+        run(view, number, "u0", spent)
+    assert view.units[0].speed.kind.speeds() == once
 
 
 def test_what_units_measure_is_learned_from_once_a_second_while_they_work() -> None:
@@ -240,9 +280,10 @@ def test_equal_units_share_a_burst_evenly_after_noisy_lessons() -> None:
     view, rng = make_view(*cards), random.Random(5)
     for number in range(400):
         slower = rng.lognormvariate(0.5, 0.25)
-        run(view, number, f"u{number % 10}", Spent(100, 51, 110 * slower, (110 + 50 * 10) * slower))
-        view.tick(number / 50)
-    now_s = 400 / 50
+        now_s = number / 50
+        view.tick(now_s)
+        run(view, number, f"u{number % 10}", Spent(100, 51, 110 * slower, (110 + 50 * 10) * slower), now_s)
+    assert lone_ms(view) > 12, "learned"
     for link, card in enumerate(cards, start=1):
         view.report([make_load(card)], link, now_s)
     for number in range(200):
