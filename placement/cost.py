@@ -12,9 +12,10 @@ Speeds and lengths are the learned ones (`speeds.py`, `lengths.py`).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from grid.words import PlacementRequest, UnitLoad
 from placement.columns import Columns, Floats, Ints
@@ -45,22 +46,31 @@ def kv_tokens_kept(load: UnitLoad) -> int:
 
 
 class Weight(NamedTuple):
-    """What a unit's load means for the next request, whichever that is."""
+    """What a unit's load means for the next request, whichever that is; of one unit, or of several."""
 
-    next_step_ms: float
+    next_step_ms: float | npt.NDArray[Any]
     """A step of the batch that it joins, without its own KV."""
-    wait_ms: float
+    wait_ms: float | npt.NDArray[Any]
     """Until the prompts ahead are computed."""
-    crowd: float
+    crowd: float | npt.NDArray[Any]
     """How many must end before it gets a slot, in shares of all slots."""
 
 
-def weigh(speeds: Speeds, max_running: int, load: int, tokens_ahead: int, kv_tokens_held: int) -> Weight:
-    batch = min(load + 1, max_running)
+def weigh(
+    speeds: Speeds,
+    max_running: int | Ints,
+    load: int | Ints,
+    tokens_ahead: int | Ints,
+    kv_tokens_held: int | Ints,
+) -> Weight:
+    """Return it for units of these speeds: counts of one unit, or arrays of shape (units,)."""
+    # A product, not a minimum: it is the same for a number and for an array, and quick for both.
+    must_end_first = (load + 1 - max_running) * (load >= max_running)
+    batch = load + 1 - must_end_first
     step_ms = (
         speeds.step_ms + speeds.step_ms_per_request * batch + speeds.step_ms_per_kv_token * kv_tokens_held
     )
-    return Weight(step_ms, speeds.prefill_ms_per_token * tokens_ahead, (load + 1 - batch) / max_running)
+    return Weight(step_ms, speeds.prefill_ms_per_token * tokens_ahead, must_end_first / max_running)
 
 
 class Costs(NamedTuple):

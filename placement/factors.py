@@ -74,9 +74,11 @@ class Factor:
 class TwoTerms:
     """`a * x + b * y` with a factor each on a and b: an extended Kalman filter of their logarithms."""
 
-    __slots__ = ("log_x", "log_y", "of_units", "unrest", "var_x", "var_xy", "var_y")
+    __slots__ = ("drift", "log_x", "log_y", "of_units", "unrest", "var_x", "var_xy", "var_y")
 
     def __init__(self) -> None:
+        self.drift = DRIFT**2
+        """Variance of how far the truth wanders between two observations."""
         self.of_units = 0.0
         """Sum of the logarithms of the units' own factors."""
         self.unrest = 1.0
@@ -99,7 +101,7 @@ class TwoTerms:
         """
         share_x = math.exp(self.log_x) * x / self.predict(x, y)
         share_y = 1.0 - share_x
-        var_x, var_y, var_xy = self.var_x + DRIFT**2, self.var_y + DRIFT**2, self.var_xy
+        var_x, var_y, var_xy = self.var_x + self.drift, self.var_y + self.drift, self.var_xy
         to_x, to_y = var_x * share_x + var_xy * share_y, var_xy * share_x + var_y * share_y
         doubt = share_x * to_x + share_y * to_y
         spread = doubt + noise

@@ -39,7 +39,7 @@ from placement import cost, freshness
 from placement.columns import Columns, Mask, Names
 from placement.gpus import Gpus
 from placement.health import Health
-from placement.learning import LESSON_GAP_S, STUDY_S, Learning
+from placement.learning import LESSON_GAP_S, PUBLISH_S, STUDY_S, Learning
 from placement.lengths import Forecast
 from placement.loads import Loads
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, load_flaw, spent_flaw
@@ -113,6 +113,7 @@ class View:
         self._clock = freshness.ObservedClock(now_s)
         self._remembered: dict[Hashable, Any] = {}
         self._learning = Learning()
+        self._published_s = -np.inf
         # Bounds over all units, so that the usual question, whether all are fine, is one comparison.
         self._sampled_since_s = np.inf
         """No newest sample is older than this."""
@@ -200,8 +201,8 @@ class View:
         no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
         speed = self._learning.join(card)
         self.units.append(Unit(card, no_sample, link, speed, speed.speeds))
-        self._set_speeds(row)
         self._rows[card.unit_id] = row
+        self._set_speeds([speed])
         self._links.setdefault(link, set()).add(card.unit_id)
         self._count(row)
 
@@ -261,10 +262,15 @@ class View:
                 self._ledger.pop(reservation.reservation_id)
         self._count(row)
 
-    def _set_speeds(self, row: int) -> None:
-        unit = self.units[row]
-        unit.speeds = unit.speed.speeds
-        self._loads.set_speeds(row, unit.speeds)
+    def _set_speeds(self, changed: Iterable[UnitSpeed]) -> None:
+        # By identity: units without a factor of their own share their kind's object.
+        alike: dict[int, list[int]] = {}
+        for speed in changed:
+            row, speeds = self._rows[speed.unit_id], speed.speeds
+            self.units[row].speeds = speeds
+            alike.setdefault(id(speeds), []).append(row)
+        for rows in alike.values():
+            self._loads.set_speeds(np.array(rows), self.units[rows[0]].speeds)
 
     def _count(self, row: int) -> None:
         unit = self.units[row]
@@ -336,8 +342,10 @@ class View:
     def tick(self, now_s: float) -> int:
         """Advance the observed clock (every `freshness.TICK_S`) and end expired leases; count them."""
         self._clock.tick(now_s)
-        for speed in self._learning.publish():
-            self._set_speeds(self._rows[speed.unit_id])
+        observed_s = self._clock.read(now_s)
+        if observed_s >= self._published_s + PUBLISH_S:
+            self._published_s = observed_s
+            self._set_speeds(self._learning.publish())
         expired = 0
         for reservation in self._ledger.expired(self._clock.read(now_s)):
             self._ledger.pop(reservation.reservation_id)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from grid.words import UnitLoad
 from placement import cost
-from placement.columns import Columns
+from placement.columns import Columns, Ints
 from placement.learning import Here
 from placement.reservations import Reservation
 from placement.speeds import Speeds
@@ -31,12 +31,20 @@ class Loads:
             columns.kv_tokens_held.item(row),
         )
 
-    def set_speeds(self, row: int, speeds: Speeds) -> None:
+    def set_speeds(self, rows: Ints, speeds: Speeds) -> None:
+        """Give the units at `rows` these speeds."""
         columns = self._columns
-        columns.step_ms_per_kv_token[row] = speeds.step_ms_per_kv_token
-        columns.first_steps[row] = speeds.first_steps
-        columns.prefill_ms_per_token[row] = speeds.prefill_ms_per_token
-        self._weigh(row, speeds)
+        columns.step_ms_per_kv_token[rows] = speeds.step_ms_per_kv_token
+        columns.first_steps[rows] = speeds.first_steps
+        columns.prefill_ms_per_token[rows] = speeds.prefill_ms_per_token
+        weight = cost.weigh(
+            speeds,
+            columns.max_running[rows],
+            columns.load[rows],
+            columns.tokens_ahead[rows],
+            columns.kv_tokens_held[rows],
+        )
+        columns.next_step_ms[rows], columns.wait_ms[rows], columns.crowd[rows] = weight
 
     def count(self, row: int, speeds: Speeds, load: UnitLoad, unseen: Sequence[Reservation]) -> None:
         """Take a new sample, or the absence of one; `unseen` are the reservations that it does not hold."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from grid.hardware import catalogue
 from grid.words import Precision, UnitCard
-from placement.factors import Factor, TwoTerms, learn
+from placement.factors import DRIFT, Factor, TwoTerms, learn
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1_000.0
 DEFAULT_STEP_MS = 30.0
@@ -43,7 +43,7 @@ REQUEST_NOISE = 0.25
 REPORT_NOISE = 0.4
 """Of a unit's own figure, which is an average over batches that are gone."""
 
-KIND_STEP = 0.02
+KIND_STEP = 0.03
 """A kind's figures are published anew when one has moved by this; finer is below the noise of its inputs."""
 
 COMMON = 0.005
@@ -136,6 +136,10 @@ class _Kind:
             prefill_ms_per_token=prompt * self.prior.prefill_ms_per_token,
         )
 
+    def counted(self) -> None:
+        """Say how fast the truth may wander: many units observe as much in a moment as one in an hour."""
+        self.decode.drift = self.prefill.drift = DRIFT**2 / max(1, len(self.units))
+
     def gather(self) -> None:
         """Take from the units' own factors what they have in common: that is the kind's."""
         decode, prefill = (terms.of_units / max(1, len(self.units)) for terms in (self.decode, self.prefill))
@@ -171,7 +175,9 @@ class UnitSpeed:
 
     @property
     def speeds(self) -> Speeds:
-        """As published."""
+        """As published; the same object for all units of a kind that have no factor of their own."""
+        if not (self._decode.published or self._prefill.published):
+            return self.kind.published
         return self.kind.published.scaled(math.exp(self._decode.published), math.exp(self._prefill.published))
 
     def ran(self, ran: Ran) -> None:
@@ -196,6 +202,7 @@ class UnitSpeed:
 
     def leave(self) -> None:
         self.kind.units.discard(self)
+        self.kind.counted()
         self.kind.decode.of_units -= self._decode.log
         self.kind.prefill.of_units -= self._prefill.log
 
@@ -225,6 +232,7 @@ class LearnedSpeeds:
         self._kinds.move_to_end(key)
         unit = UnitSpeed(card.unit_id, kind, self)
         kind.units.add(unit)
+        kind.counted()
         return unit
 
     def _make_room(self) -> None:
