@@ -69,16 +69,22 @@ async def count_tokens(call: InCall) -> Json:
     request = parse(CountRequest, await call.body())
     request.check()
     record = await pipeline_named(call, request.model)
-    if record is not None and len(record.contract.pipeline.steps) > 1:
+    if record is not None and len(record.contract.pipeline.generations) > 1:
         raise InvalidRequest(
-            f"model: what the earlier steps of {request.model} add to the prompt is known once they ran, so "
-            "nobody can count it before; `usage` of an answer says it",
+            f"model: what the earlier steps of {request.model} write becomes part of the prompt, so nobody "
+            "can count it before they ran; `usage` of an answer says it",
             param="model",
         )
     plan = await plan_conversation(call, request.model, request.turns, {})
-    assert plan.generation is not None
+    generation = plan.generation
+    assert generation is not None
     tokens = await call.services.counter.count(
-        call.request_id, plan.model, plan.generation.messages, plan.allowed_regions
+        call.request_id,
+        plan.model,
+        generation.messages,
+        plan.allowed_regions,
+        documents=await call.services.runner.documents(plan) if plan.earlier else (),
+        max_output_tokens=generation.sampling.max_output_tokens if plan.earlier else 0,
     )
     return Json(orjson.dumps({"input_tokens": tokens}))
 

@@ -33,9 +33,16 @@ class Counter:
         self._links = links
 
     async def count(
-        self, request_id: str, model: str, messages: tuple[Message, ...], allowed_regions: tuple[str, ...]
+        self,
+        request_id: str,
+        model: str,
+        messages: tuple[Message, ...],
+        allowed_regions: tuple[str, ...],
+        documents: tuple[str, ...] = (),
+        max_output_tokens: int = 0,
     ) -> int:
-        """Return the tokens of the prompt that `model` makes of `messages`.
+        """Return the tokens of the prompt that `model` makes of `messages` and as many of `documents`, best
+        first, as leave room for an answer.
 
         Raises ContextOverflow with the counts for one that can't fit, NoEligibleUnit without a unit in the
         allowed regions, Saturated or UnitLost when every unit that was asked is, DeadlineExceeded.
@@ -50,7 +57,8 @@ class Counter:
             try:
                 link = await self._links.get(unit.card.host, unit.card.port)
                 reply = await link.call(
-                    lambda stream: Count(stream, request_id, model, messages), deadline_s - loop.time()
+                    lambda stream: Count(stream, request_id, model, messages, documents, max_output_tokens),
+                    deadline_s - loop.time(),
                 )
             except (UnitLost, Saturated):
                 if attempt == len(able[:MAX_ATTEMPTS]):

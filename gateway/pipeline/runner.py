@@ -79,6 +79,14 @@ class Runner:
             if delivery is not None:
                 delivery.leave()
 
+    async def documents(self, plan: Plan) -> tuple[str, ...]:
+        """Carry out the steps before the answer, and return what they offer to its prompt, best first. For
+        plans that only retrieve before they answer; raises as `run` does."""
+        assert not any(isinstance(step, GenerationPlan) for step in plan.earlier)
+        earlier = _Earlier(plan, self._placement, self._links, self._retrieval, self._farewells, RunStory())
+        await earlier.run()
+        return earlier.told().context.texts
+
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:

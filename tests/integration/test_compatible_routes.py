@@ -155,6 +155,9 @@ async def test_a_pipeline_answers_messages_with_its_prompt_and_documents(
     large = await claude.messages.create(model=rich, messages=ask, max_tokens=3)
     assert small.usage.output_tokens == large.usage.output_tokens == 3
     assert large.usage.input_tokens > small.usage.input_tokens + 50
+    for model, answer in ((bare, small), (rich, large)):
+        counted = await claude.messages.count_tokens(model=model, messages=ask)
+        assert counted.input_tokens == answer.usage.input_tokens
     assert small.model == bare
 
 
@@ -258,11 +261,9 @@ async def test_a_count_is_what_the_answer_says(
 async def test_a_count_is_refused_where_nobody_can_know_it(
     cell: LocalCell, claude: anthropic.AsyncAnthropic
 ) -> None:
-    async with cell.client() as client:
-        await client.post("/v1/data-sources", json={"name": "later", "type": "qdrant"})
-    retrieving = await pipeline(cell, {"type": "retrieval", "source": "later"})
+    chained = await pipeline(cell, {"type": "generation", "id": "draft", "model": CHAT_MODEL})
     with pytest.raises(anthropic.BadRequestError, match="earlier steps"):
-        await claude.messages.count_tokens(model=retrieving, messages=HELLO)
+        await claude.messages.count_tokens(model=chained, messages=HELLO)
     too_long: Any = [{"role": "user", "content": "long " * 30_000}]
     with pytest.raises(anthropic.BadRequestError, match="4096"):
         await claude.messages.count_tokens(model=CHAT_MODEL, messages=too_long)
