@@ -39,13 +39,17 @@ class Prometheus:
 
 
 @contextmanager
-def scraping(folder: Path, port: int, gateway: str, key: str, ray_targets: Path) -> Iterator[Prometheus]:
-    """Run a Prometheus that scrapes the gateway at `gateway` with an operator's key every second."""
+def scraping(
+    folder: Path, port: int, gateway: str, key: str, ray_targets: Path, certificate: Path
+) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes the https gateway at `gateway` with an operator's key every second."""
     assert SERVER is not None
     folder.mkdir()
     jobs: list[dict[str, Any]] = [
         {
             "job_name": "zerogrid",
+            "scheme": "https",
+            "tls_config": {"ca_file": str(certificate)},
             "authorization": {"credentials": key},
             "static_configs": [{"targets": [gateway]}],
         },
