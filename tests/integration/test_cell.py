@@ -238,11 +238,17 @@ def test_every_query_of_the_dashboard_has_data(cell: launch.CellInfo, config: Co
     written = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
     waiting = {expression.replace("$__rate_interval", "15s") for expression in written}
     assert len(waiting) > 15
-    gateway = cell.base_url.removeprefix("http://")
+    gateway = cell.base_url.removeprefix("https://")
+    assert config.gateway.tls is not None
     targets = launch.ray_targets(config)
     with (
         prometheus.scraping(
-            tmp_path / "prometheus", free_port(), gateway, str(cell.operator_key), targets
+            tmp_path / "prometheus",
+            free_port(),
+            gateway,
+            str(cell.operator_key),
+            targets,
+            config.gateway.tls.certificate,
         ) as asked,
         calls_of_all_kinds(cell),
     ):
