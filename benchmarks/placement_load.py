@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 # A script's own folder is searched first, and a neighbour's name would hide the package `placement`.
@@ -59,6 +59,8 @@ RATE_PER_S = 1_000
 ASKERS = 32
 UNITS_A_NODE = 8
 REPORT_S = 0.1
+QUIET_S = 4.0
+"""Telemetry alone is measured for so long."""
 STATS = ("decide_us_p50", "decide_us_p99", "reservations", "counts", "dropped", "cpu_s")
 HELD_S = 1.0
 """How long a request runs."""
@@ -214,6 +216,14 @@ def sample(each: UnitCard, rng: random.Random, steps: int) -> UnitLoad:
 # --- the gateway ----------------------------------------------------------------------------
 
 
+class Row(NamedTuple):
+    per_s: int
+    ms_p50: float
+    ms_p99: float
+    cpu_share: float
+    """Of one core, by the server's process."""
+
+
 class Gateway:
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -259,21 +269,22 @@ class Gateway:
         await asyncio.gather(*(asker() for _ in range(ASKERS)))
 
 
-async def measure(address: tuple[str, int], seconds: float) -> dict[str, Any]:
+async def measure(address: tuple[str, int], loop: str, seconds: float, cpu: Callable[[], float]) -> Row:
     gateway = Gateway(await dial(*address, role="gateway", peer_id="gateway", secret=SECRET, handler=Deaf()))
-    # Until the fleet has joined and the caches are warm.
+    loops = {"open": gateway.open_loop, "closed": gateway.closed_loop}
+    # Until the caches are warm.
     await gateway.closed_loop(1.0)
-    figures: dict[str, Any] = {}
-    for name, load in (("open", gateway.open_loop), ("closed", gateway.closed_loop)):
-        gateway.waited_ms = []
-        began_s = time.monotonic()
-        await load(seconds)
-        spent_s = time.monotonic() - began_s
-        waited = sorted(gateway.waited_ms)
-        figures[f"{name}_per_s"] = round(len(waited) / spent_s)
-        for percent in (50, 99):
-            figures[f"{name}_ms_p{percent}"] = round(waited[len(waited) * percent // 100], 2)
-    return figures
+    gateway.waited_ms = []
+    began_s, began_cpu_s = time.monotonic(), cpu()
+    await loops[loop](seconds)
+    spent_s, spent_cpu_s = time.monotonic() - began_s, cpu() - began_cpu_s
+    waited = sorted(gateway.waited_ms)
+    return Row(
+        per_s=round(len(waited) / spent_s),
+        ms_p50=round(waited[len(waited) // 2], 2),
+        ms_p99=round(waited[len(waited) * 99 // 100], 2),
+        cpu_share=round(spent_cpu_s / spent_s, 2),
+    )
 
 
 def child(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
@@ -294,20 +305,37 @@ def main() -> None:
     addresses = ask.recv()
     nodes, stop = child(context, report, addresses["placement"], options.units)
     stop.recv()
-    rows = {name: uvloop.run(measure(address, options.seconds)) for name, address in addresses.items()}
+
+    def cpu() -> float:
+        ask.send(True)
+        return float(ask.recv()["cpu_s"])
+
+    before_s = cpu()
+    time.sleep(QUIET_S)
+    telemetry = (cpu() - before_s) / QUIET_S
+    print(
+        f"{options.units} units at 10 Hz take {telemetry:.2f} of a core; the server's share is of a core, too"
+    )
+    print(f"{'':<24}{'a second':>10}{'ms p50':>10}{'ms p99':>10}{'share':>10}")
+    rows = {}
+    for name, address in addresses.items():
+        for loop in ("open", "closed"):
+            row = uvloop.run(measure(address, loop, options.seconds, cpu))
+            rows[f"{name}, {loop}"] = row._asdict()
+            print(f"{f'{name}, {loop} loop':<24}" + "".join(f"{value:>10}" for value in row), flush=True)
+            if name == "placement" and loop == "closed":
+                each_us = 1e6 * (row.cpu_share - telemetry) / row.per_s
     ask.send(True)
     inside = ask.recv()
     stop.send(True)
     nodes.join(10)
     ask.send(False)
     server.join(10)
-    keys = ("open_per_s", "open_ms_p50", "open_ms_p99", "closed_per_s", "closed_ms_p50", "closed_ms_p99")
-    print(f"{options.units} units at 10 Hz" + "".join(f"{key:>15}" for key in keys))
-    for name, row in rows.items():
-        print(f"{name:<22}" + "".join(f"{row[key]:>15}" for key in keys))
-    print(f"inside the actor: {inside}")
+    print(f"a decision and its end take {each_us:.0f} us of the server, link included: with this telemetry")
+    print(f"one core takes {(1 - telemetry) / each_us * 1e6:.0f} a second. Inside the actor: {inside}")
     if options.json:
         figures = {"python": platform.python_version(), "units": options.units, "rows": rows, "actor": inside}
+        figures |= {"telemetry_share": telemetry, "decision_us": each_us}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
