@@ -49,17 +49,24 @@ class Loads:
     def count(self, row: int, speeds: Speeds, load: UnitLoad, unseen: Sequence[Reservation]) -> None:
         """Take a new sample, or the absence of one; `unseen` are the reservations that it does not hold."""
         columns = self._columns
-        prompt_tokens, kv_tokens = sum(r.prompt_tokens for r in unseen), sum(r.kv_tokens for r in unseen)
+        prompt_tokens = kv_tokens = 0
+        for reservation in unseen:
+            prompt_tokens += reservation.prompt_tokens
+            kv_tokens += reservation.kv_tokens
         # A unit still preparing a prompt holds its reservation before its engine counts the request.
         reported = max(load.running + load.waiting, len(load.reservations))
         columns.kv_tokens_free[row], columns.kv_tokens_total[row] = load.kv_tokens_free, load.kv_tokens_total
         columns.reported[row], columns.released[row], columns.unseen[row] = reported, 0, len(unseen)
         columns.unseen_prompt_tokens[row], columns.unseen_kv_tokens[row] = prompt_tokens, kv_tokens
-        columns.load[row] = reported + len(unseen)
-        columns.tokens_ahead[row] = load.prefill_tokens_queued + prompt_tokens
-        columns.kv_tokens_held[row] = max(load.kv_tokens_total - load.kv_tokens_free, 0) + kv_tokens
         columns.kv_tokens_spare[row] = load.kv_tokens_free - cost.kv_tokens_kept(load) - kv_tokens
-        self._weigh(row, speeds)
+        carries = (
+            reported + len(unseen),
+            load.prefill_tokens_queued + prompt_tokens,
+            max(load.kv_tokens_total - load.kv_tokens_free, 0) + kv_tokens,
+        )
+        columns.load[row], columns.tokens_ahead[row], columns.kv_tokens_held[row] = carries
+        weight = cost.weigh(speeds, columns.max_running.item(row), *carries)
+        columns.next_step_ms[row], columns.wait_ms[row], columns.crowd[row] = weight
 
     def charge(self, row: int, speeds: Speeds, reservation: Reservation, sign: int) -> None:
         """Add (+1) or take off (-1) a reservation that the newest sample does not hold."""
