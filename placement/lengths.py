@@ -31,7 +31,7 @@ REMEMBERED_ANSWERS = 500
 LEAN_ON = 10
 """How many answers of its own count as much as all that wider groups know."""
 
-REFRESH_SHARE = 0.05
+REFRESH_SHARE = 0.2
 """A forecast is worked out anew when its group has grown by this share; a young group's at every answer."""
 
 MAX_REFRESH_ANSWERS = 16
