@@ -135,7 +135,8 @@ async def scrape(request: Request) -> Response:
         call.require_operator()
     services: Services = call.services if call is not None else request.scope["state"]["services"]
     totals = await services.figures.totals()
-    text = render(totals, services.placement.fleet.units, services.config.placement.stale_after_ms)
+    fleet = services.placement.fleet
+    text = render(totals, fleet.units, fleet.gpus, services.config.placement.stale_after_ms)
     return Response(text, media_type=CONTENT_TYPE)
 
 

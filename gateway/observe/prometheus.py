@@ -18,17 +18,40 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from gateway.observe.totals import DURATIONS_S, MICRO, TOKEN_TIMES_S, Sums
-from grid.words import UNKNOWN, FleetUnit, UnitState
+from grid.words import UNKNOWN, FleetGpu, FleetUnit, UnitState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNIT_LABELS = ("unit_id", "model_name", "region", "gpu_type")
 TOKEN_KINDS = ("input", "cached", "output")
 
 
-def render(totals: Sums, units: Iterable[FleetUnit], stale_after_ms: float) -> bytes:
+GPU_LABELS = ("node_id", "gpu", "uuid", "product")
+MB = 1 << 20
+GPU_GAUGES = (
+    ("memory_used_bytes", "Memory in use, whoever uses it.", "memory_used_mb", MB),
+    ("memory_free_bytes", "Memory that a unit could still take.", "memory_free_mb", MB),
+    ("memory_foreign_bytes", "Memory that others than the cell use.", "memory_foreign_mb", MB),
+    ("utilisation_ratio", "Share of time with a kernel running, 0 to 1.", "compute_utilisation", 1),
+    ("sm_utilisation_ratio", "Share of the multiprocessors that are busy, 0 to 1.", "sm_utilisation", 1),
+    ("bandwidth_utilisation_ratio", "Share of peak memory bandwidth, 0 to 1.", "bandwidth_utilisation", 1),
+    ("pcie_sent_bytes_per_second", "Over PCIe, from the GPU.", "pcie_sent_mb_per_s", MB),
+    ("pcie_received_bytes_per_second", "Over PCIe, to the GPU.", "pcie_received_mb_per_s", MB),
+    ("nvlink_sent_bytes_per_second", "Over all NVLinks.", "nvlink_sent_mb_per_s", MB),
+    ("nvlink_received_bytes_per_second", "Over all NVLinks.", "nvlink_received_mb_per_s", MB),
+    ("sm_clock_hertz", "Clock of the multiprocessors.", "sm_clock_mhz", 1e6),
+    ("temperature_celsius", "Temperature.", "temperature_c", 1),
+    ("power_watts", "Power.", "power_w", 1),
+    ("ecc_uncorrected_errors", "Uncorrectable since the driver was loaded.", "ecc_uncorrected", 1),
+)
+"""Of a GPU: name, text, the sample's field, and its unit in the metric's. What it can't tell is left out."""
+
+
+def render(
+    totals: Sums, units: Iterable[FleetUnit], gpus: Iterable[FleetGpu], stale_after_ms: float
+) -> bytes:
     """Return one scrape. `totals` are the fields of `zg:totals`, as `totals.py` names them."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Scrape([*_counted(totals), *_units(units, stale_after_ms)]))
+    registry.register(_Scrape([*_counted(totals), *_units(units, stale_after_ms), *_gpus(list(gpus))]))
     return generate_latest(registry)
 
 
@@ -130,6 +153,23 @@ def _units(units: Iterable[FleetUnit], stale_after_ms: float) -> list[Metric]:
         if unit.sample_age_ms != UNKNOWN:
             age.add_metric(labels, unit.sample_age_ms / 1000)
     return [state, running, slots, busy, waiting, reserved, kv_usage, age]
+
+
+def _gpus(gpus: list[FleetGpu]) -> list[Metric]:
+    labelled = [
+        ((gpu.node_id, str(gpu.card.number), gpu.card.uuid, gpu.card.product), gpu.sample) for gpu in gpus
+    ]
+    faulty = GaugeMetricFamily("zerogrid_gpu_faulty", "1 where no work may run on it.", labels=GPU_LABELS)
+    for labels, sample in labelled:
+        faulty.add_metric(labels, bool(sample.fault))
+    families: list[Metric] = [faulty]
+    for name, text, field, factor in GPU_GAUGES:
+        family = GaugeMetricFamily(f"zerogrid_gpu_{name}", text, labels=GPU_LABELS)
+        for labels, sample in labelled:
+            if (reading := getattr(sample, field)) != UNKNOWN:
+                family.add_metric(labels, reading * factor)
+        families.append(family)
+    return families
 
 
 def health(unit: FleetUnit, stale_after_ms: float) -> str:

@@ -11,7 +11,7 @@ from support.stories import story
 from gateway.observe.ledger import Ledger
 from gateway.observe.prometheus import render
 from gateway.observe.totals import TOTALS, Sums
-from grid.words import UNKNOWN, FleetUnit, UnitState
+from grid.words import UNKNOWN, FleetGpu, FleetUnit, GpuCard, GpuSample, UnitState
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -28,7 +28,11 @@ def totals_of(*statuses: int) -> Sums:
 
 
 def scraped(totals: Sums, *units: FleetUnit) -> Samples:
-    text = render(totals, units, 500.0).decode()
+    return parsed(render(totals, units, (), 500.0))
+
+
+def parsed(scrape: bytes) -> Samples:
+    text = scrape.decode()
     samples: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -94,3 +98,18 @@ def test_units_show_by_name_with_region_and_load() -> None:
     others = {**labels, "unit_id": "unit-b", "region": "us-east-1"}
     assert value(samples, "zerogrid_unit_health", health="draining", **others) == 1
     assert ("zerogrid_unit_kv_cache_usage_ratio", frozenset(others.items())) not in samples
+
+
+def test_gpus_are_there_and_what_they_can_not_tell_is_not() -> None:
+    card = GpuCard("GPU-1", 3, "NVIDIA L4", 23_000.0)
+    sample = GpuSample("GPU-1", memory_used_mb=2.0, power_w=0.0, fault="Xid 79: it fell off the bus")
+    samples = parsed(render({}, (), (FleetGpu("node-1", card, sample, 20.0),), 500.0))
+    labels = {"node_id": "node-1", "gpu": "3", "uuid": "GPU-1", "product": "NVIDIA L4"}
+    assert value(samples, "zerogrid_gpu_faulty", **labels) == 1
+    assert value(samples, "zerogrid_gpu_memory_used_bytes", **labels) == 2 << 20
+    assert value(samples, "zerogrid_gpu_power_watts", **labels) == 0
+    assert {name for name, of in samples if dict(of).get("uuid")} == {
+        "zerogrid_gpu_faulty",
+        "zerogrid_gpu_memory_used_bytes",
+        "zerogrid_gpu_power_watts",
+    }
