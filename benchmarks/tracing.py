@@ -45,7 +45,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 SIDES = {"traced": f"00-{TRACE}-01", "not traced": f"00-{TRACE}-00"}
 PROCESSES = {
     "gateway": "ServeReplica",
-    "placement": "PlacementActor",
+    "placement": "RayPlacement",
     "unit": "RayUnit",
     "HAProxy": "haproxy",
 }

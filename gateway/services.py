@@ -16,6 +16,7 @@ from gateway.knowledge.retrieval import Retrieval
 from gateway.knowledge.sources import open_stores
 from gateway.knowledge.sources.base import VectorStore
 from gateway.observe.figures import Figures
+from gateway.observe.push import Push, open_push
 from gateway.observe.recorder import Recorder
 from gateway.pipeline.counting import Counter
 from gateway.pipeline.deployer import Deployer
@@ -58,6 +59,8 @@ class Services:
     runner: Runner
     recorder: Recorder
     figures: Figures
+    push: Push | None
+    """Sends the cell's figures to a collector, while this replica holds the lease; None where that is off."""
     counter: Counter
     embedder: Embedder
     """For texts that callers want the vectors of, on the links for bulk."""
@@ -86,6 +89,8 @@ class Services:
 
     async def close(self) -> None:
         await self.deployer.close()
+        if self.push is not None:
+            await self.push.close()
         if self.ray_figures is not None:
             await self.ray_figures.close()
         await self.recorder.close()
@@ -113,6 +118,7 @@ async def build_services(config: Config, *, resolve_placement: Resolve, resolve_
     bulk_links = LinkPool(role=ROLE, peer_id=peer_id, secret=secret)
     stores = open_stores(config, resolve_vectors, peer_id=peer_id, secret=secret)
     retrieval = Retrieval(placement=placement, links=links, stores=stores)
+    figures = Figures(redis)
     services = Services(
         config=config,
         redis=redis,
@@ -129,10 +135,11 @@ async def build_services(config: Config, *, resolve_placement: Resolve, resolve_
         deployer=Deployer(redis=redis, registry=registry, placement=placement, config=config),
         runner=Runner(placement=placement, links=links, retrieval=retrieval),
         recorder=Recorder(redis, config),
-        figures=Figures(redis),
+        figures=figures,
+        push=open_push(config, redis, figures, lambda: placement.fleet),
         counter=Counter(placement=placement, links=links),
         embedder=Embedder(placement=placement, links=bulk_links),
-        tracer=open_tracer(config.tracing, "gateway", peer_id),
+        tracer=open_tracer(config.tracing, "gateway", peer_id, config.cell.region),
     )
     try:
         await placement.start()
@@ -140,6 +147,8 @@ async def build_services(config: Config, *, resolve_placement: Resolve, resolve_
             await store.start()
         await services.deployer.start()
         services.recorder.start()
+        if services.push is not None:
+            services.push.start()
     except BaseException:
         await services.close()
         raise

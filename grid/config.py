@@ -114,8 +114,17 @@ class Vectors(Section):
     qdrant_api_key_file: str = ""
 
 
+def _reachable(endpoint: str) -> str:
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"{endpoint!r} should begin with http:// or https://")
+    return endpoint
+
+
+Collector = Annotated[str, AfterValidator(_reachable)]
+
+
 class Tracing(Section):
-    endpoint: str = ""
+    endpoint: Collector = ""
     """Base address of an OTLP collector; empty: nothing is traced."""
     protocol: Literal["http", "grpc"] = "http"
     sample: float = Field(1.0, ge=0, le=1)
@@ -125,11 +134,13 @@ class Tracing(Section):
     headers_file: str = ""
     """A file of `name: value` lines for the collector; what they hold is never written here."""
 
-    @model_validator(mode="after")
-    def _reachable(self) -> Tracing:
-        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"endpoint {self.endpoint!r} should begin with http:// or https://")
-        return self
+
+class Metrics(Section):
+    endpoint: Collector = ""
+    """Base address of an OTLP collector; empty: nothing is sent. `/metrics` is there either way."""
+    period_s: float = Field(15.0, ge=1, le=3600)
+    headers_file: str = ""
+    """A file of `name: value` lines for the collector; what they hold is never written here."""
 
 
 DEFAULT_MODELS = (
@@ -167,6 +178,7 @@ class Config(Section):
     redis: Redis = Redis()
     vectors: Vectors = Vectors()
     tracing: Tracing = Tracing()
+    metrics: Metrics = Metrics()
 
     @model_validator(mode="after")
     def _unambiguous(self) -> Config:

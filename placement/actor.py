@@ -131,7 +131,9 @@ class PlacementActor:
         self._server = LinkServer(
             role="placement", peer_id=self._config.cell.name, secret=secret, handler=self
         )
-        self._tracer = open_tracer(self._config.tracing, "placement", self._config.cell.name)
+        self._tracer = open_tracer(
+            self._config.tracing, "placement", self._config.cell.name, self._config.cell.region
+        )
         address = await self._server.start(*self._listen_on)
         self._ticker = asyncio.create_task(self._tick_loop())
         return address

@@ -16,7 +16,8 @@ from gateway.http.operations import unit_view
 from gateway.http.shapes import Explanation, MetricsView, UsageAnswer
 from gateway.observe.figures import UsageHour, UsageSum
 from gateway.observe.ledger import HOUR_S
-from gateway.observe.prometheus import CONTENT_TYPE, health, render
+from gateway.observe.prometheus import CONTENT_TYPE, render
+from gateway.observe.series import health
 from gateway.observe.totals import MICRO
 from gateway.pipeline.contract import Contract, GenerationStep
 from gateway.records import PipelineRecord

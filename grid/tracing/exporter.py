@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from grid.config import Tracing
-from grid.errors import InvalidRequest
+from grid.tracing.collector import SCOPE, headers_in, resource_of
 from grid.tracing.otlp import Encoder
 from grid.tracing.spans import Span
 from grid.tracing.tracer import Tracer
@@ -144,39 +144,12 @@ class ExportingTracer(Tracer):
         self.exporter.close()
 
 
-def open_tracer(settings: Tracing, service: str, instance: str) -> ExportingTracer | None:
+def open_tracer(settings: Tracing, service: str, instance: str, region: str) -> ExportingTracer | None:
     """Return the tracer of a process; None where tracing is off. `service` is what the process is to the cell
     (`gateway`, `placement`, `unit`). Raises InvalidRequest for a headers file that can't be used."""
     if not settings.endpoint:
         return None
-    encoder = Encoder(
-        {
-            "service.namespace": "zerogrid",
-            "service.name": f"zerogrid-{service}",
-            "service.instance.id": instance,
-            "service.version": version("zerogrid"),
-        },
-        "zerogrid",
-        version("zerogrid"),
-    )
-    return ExportingTracer(settings, Exporter(open_transport(settings, headers_in(settings)), encoder))
-
-
-def headers_in(settings: Tracing) -> dict[str, str]:
-    """Return the headers in `tracing.headers_file`, one `name: value` a line."""
-    if not settings.headers_file:
-        return {}
-    try:
-        with open(settings.headers_file, encoding="utf-8") as file:
-            lines = [line.strip() for line in file if line.strip()]
-    except OSError as error:
-        raise InvalidRequest(
-            f"tracing.headers_file: {settings.headers_file} can't be read: {error.strerror}",
-            param="tracing.headers_file",
-        ) from None
-    pairs = [line.partition(":") for line in lines]
-    if not all(name.strip() and colon for name, colon, _ in pairs):
-        raise InvalidRequest(
-            "tracing.headers_file: each line should be `name: value`", param="tracing.headers_file"
-        )
-    return {name.strip().lower(): value.strip() for name, _, value in pairs}
+    headers = headers_in(settings.headers_file, "tracing.headers_file")
+    attributes = resource_of(service, instance, region).attributes
+    encoder = Encoder({name: str(value) for name, value in attributes.items()}, SCOPE, version(SCOPE))
+    return ExportingTracer(settings, Exporter(open_transport(settings, headers), encoder))

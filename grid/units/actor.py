@@ -106,7 +106,7 @@ class UnitActor:
         await asyncio.wait_for(self._canary(facts), CANARY_LIMIT_S)
         secret = (self._config.cell.state_dir / "secrets" / "link.key").read_bytes()
         unit = Unit(card(self._model, self._unit_id, facts, self._site))
-        self._tracer = open_tracer(self._config.tracing, "unit", self._unit_id)
+        self._tracer = open_tracer(self._config.tracing, "unit", self._unit_id, self._site.region)
         self._server = UnitServer(unit, self._engine, secret=secret, died=self._died, tracer=self._tracer)
         host, port = await self._server.start(self._site.host)
         unit.card = unit.card._replace(host=host, port=port)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
 from typing import Any
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,16 @@ class Seen:
 class Collector:
     endpoint: str = ""
     spans: list[Seen] = field(default_factory=list)
+    metrics: list[ExportMetricsServiceRequest] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
     """Statuses of the next answers; 200 once there are none."""
 
-    def take(self, body: bytes) -> None:
-        self.spans += decoded(body)
+    def take(self, path: str, body: bytes) -> None:
+        if path == "/v1/metrics":
+            self.metrics.append(ExportMetricsServiceRequest.FromString(body))
+        else:
+            self.spans += decoded(body)
 
     def named(self, prefix: str) -> list[Seen]:
         return [span for span in self.spans if span.name.startswith(prefix)]
@@ -89,7 +96,7 @@ def collecting() -> Iterator[Collector]:
             collector.headers.append({"path": self.path, **{k.lower(): v for k, v in self.headers.items()}})
             status = collector.answers.pop(0) if collector.answers else 200
             if status == 200:
-                collector.take(gzip.decompress(body))
+                collector.take(self.path, gzip.decompress(body))
             self.send_response(status)
             self.send_header("content-length", "0")
             self.end_headers()
@@ -107,3 +114,43 @@ def collecting() -> Iterator[Collector]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+CONVENTIONAL = {"gen_ai.operation.name", "gen_ai.provider.name"}
+"""Attributes that only OTLP carries."""
+SUFFIXES = {
+    "": "",
+    "1": "_ratio",
+    "s": "_seconds",
+    "By": "_bytes",
+    "By/s": "_bytes_per_second",
+    "Hz": "_hertz",
+    "Cel": "_celsius",
+    "W": "_watts",
+}
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def as_prometheus(metrics: Iterable[Metric]) -> Samples:
+    """Return metrics as a collector writes them for Prometheus: by sample name and labels."""
+    samples: Samples = {}
+    for metric in metrics:
+        name = metric.name.replace(".", "_") + SUFFIXES[metric.unit]
+        kind = metric.WhichOneof("data")
+        for point in getattr(metric, kind).data_points:
+            labels = {
+                (pair.key.replace(".", "_"), value(pair.value))
+                for pair in point.attributes
+                if pair.key not in CONVENTIONAL
+            }
+            if kind != "histogram":
+                number = getattr(point, point.WhichOneof("value"))
+                samples[name + ("_total" if kind == "sum" else ""), frozenset(labels)] = number
+                continue
+            bounds = [*map(str, point.explicit_bounds), "+Inf"]
+            for bound, count in zip(bounds, accumulate(point.bucket_counts), strict=True):
+                samples[f"{name}_bucket", frozenset(labels | {("le", bound)})] = count
+            samples[f"{name}_count", frozenset(labels)] = point.count
+            samples[f"{name}_sum", frozenset(labels)] = point.sum
+    return samples

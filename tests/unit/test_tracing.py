@@ -10,6 +10,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from support.collector import Collector, collecting, decoded
 
 from grid.config import Tracing, parse
@@ -86,6 +87,14 @@ def test_a_caller_that_does_not_sample_is_not_traced_whatever_the_share() -> Non
     assert tracer([], sample=1.0).request(f"00-{TRACE}-{PARENT}-00") is None
     assert tracer([], sample=0.0).request(f"00-{TRACE}-{PARENT}-01") is not None
     assert tracer([]).under("") is None
+
+
+@given(st.floats(0, 1), st.integers(0, 2**32))
+def test_a_ratio_traces_the_requests_that_the_sdk_would(ratio: float, seed: int) -> None:
+    trace_id = int.from_bytes(random.Random(seed).randbytes(16), "big")
+    source = Tracer([].append, sample=ratio, content=False, rng=random.Random(seed))
+    decision = TraceIdRatioBased(ratio).should_sample(None, trace_id, "POST").decision
+    assert (source.request("") is not None) == decision.is_sampled()
 
 
 @pytest.mark.parametrize(("sample", "least", "most"), [(0.0, 0, 0), (0.25, 200, 300), (1.0, 1000, 1000)])
@@ -217,12 +226,14 @@ def test_http_goes_to_the_path_of_the_standard_with_the_operators_headers(
     with open(headers, "w") as file:
         file.write("X-Team: grid\n\nauthorization: Bearer a:b\n")
     collector.answers = [503]
-    one_span(open_tracer(Tracing(endpoint=collector.endpoint + "/", headers_file=headers), "gateway", "g1"))
+    one_span(
+        open_tracer(Tracing(endpoint=collector.endpoint + "/", headers_file=headers), "gateway", "g1", "eu")
+    )
     # The failed try waits for the collector, but a process that ends does not.
     assert [seen["path"] for seen in collector.headers] == ["/v1/traces"]
     assert collector.headers[0]["x-team"] == "grid"
     assert collector.headers[0]["authorization"] == "Bearer a:b"
-    one_span(open_tracer(Tracing(endpoint=collector.endpoint), "gateway", "g1"))
+    one_span(open_tracer(Tracing(endpoint=collector.endpoint), "gateway", "g1", "eu"))
     assert [(seen.service, seen.name) for seen in collector.spans] == [("zerogrid-gateway", "hello")]
 
 
@@ -241,7 +252,9 @@ def test_grpc_reaches_the_trace_service() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        one_span(open_tracer(Tracing(endpoint=f"http://127.0.0.1:{port}", protocol="grpc"), "unit", "u"))
+        one_span(
+            open_tracer(Tracing(endpoint=f"http://127.0.0.1:{port}", protocol="grpc"), "unit", "u", "eu")
+        )
     finally:
         server.stop(None).wait()
     assert taken == ["hello"]
@@ -251,7 +264,7 @@ def test_grpc_reaches_the_trace_service() -> None:
 
 
 def test_without_an_endpoint_there_is_no_tracer() -> None:
-    assert open_tracer(Tracing(), "gateway", "g") is None
+    assert open_tracer(Tracing(), "gateway", "g", "eu") is None
 
 
 @pytest.mark.parametrize(
@@ -259,7 +272,7 @@ def test_without_an_endpoint_there_is_no_tracer() -> None:
     [
         (
             "tracing: {endpoint: 'localhost:4318'}",
-            "tracing: endpoint 'localhost:4318' should begin with http",
+            "tracing.endpoint: 'localhost:4318' should begin with http",
         ),
         ("tracing: {sample: 2}", "tracing.sample: 2 was given"),
         ("tracing: {protocol: udp}", "tracing.protocol"),
@@ -280,5 +293,5 @@ def test_a_headers_file_that_cannot_be_used_is_named(
         with open(path, "w") as file:
             file.write(content)
     with pytest.raises(InvalidRequest, match=r"tracing\.headers_file") as raised:
-        open_tracer(Tracing(endpoint="http://127.0.0.1:1", headers_file=path), "gateway", "g")
+        open_tracer(Tracing(endpoint="http://127.0.0.1:1", headers_file=path), "gateway", "g", "eu")
     assert says in raised.value.message
