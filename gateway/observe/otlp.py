@@ -60,9 +60,9 @@ def _metric(family: AnyFamily, since_ns: int, now_ns: int) -> Metric:
                     start_time_unix_nano=since_ns,
                     time_unix_nano=now_ns,
                     count=sum(distribution.counts),
-                    sum=distribution.sum_s,
+                    sum=distribution.sum,
                     bucket_counts=distribution.counts,
-                    explicit_bounds=distribution.bounds_s,
+                    explicit_bounds=distribution.bounds,
                     # Optional in OTLP, and not among what is counted.
                     min=None,  # type: ignore[arg-type]
                     max=None,  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from gateway.observe.series import (
     PLAIN,
     RATIO,
     SECONDS,
+    TOKEN,
     WATTS,
     AnyFamily,
     CounterFamily,
@@ -39,6 +40,7 @@ from grid.words import FleetGpu, FleetUnit
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SUFFIXES = {
     PLAIN: "",
+    TOKEN: "",
     RATIO: "_ratio",
     SECONDS: "_seconds",
     BYTES: "_bytes",
@@ -72,7 +74,7 @@ def _metric(family: AnyFamily) -> Metric:
     if isinstance(family, HistogramFamily):
         histogram = HistogramMetricFamily(name, family.text, labels=labels)
         for values, distribution in family.points:
-            histogram.add_metric(values, _cumulative(distribution), distribution.sum_s)
+            histogram.add_metric(values, _cumulative(distribution), distribution.sum)
         return histogram
     plain = CounterMetricFamily if isinstance(family, CounterFamily) else GaugeMetricFamily
     numbers = plain(name, family.text, labels=labels)
@@ -82,7 +84,7 @@ def _metric(family: AnyFamily) -> Metric:
 
 
 def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
-    bounds = (*map(str, distribution.bounds_s), "+Inf")
+    bounds = (*map(str, distribution.bounds), "+Inf")
     return [
         (bound, float(count)) for bound, count in zip(bounds, accumulate(distribution.counts), strict=True)
     ]

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from gateway.observe.totals import DURATIONS_S, MICRO, TOKEN_TIMES_S, Sums
+from gateway.observe.totals import DURATIONS_S, MICRO, TOKEN_TIMES_S, TOKENS, Sums
 from grid.words import UNKNOWN, FleetGpu, FleetUnit, UnitState
 
 PLAIN, RATIO, SECONDS, BYTES, BYTES_PER_S = "", "1", "s", "By", "By/s"
-HERTZ, CELSIUS, WATTS = "Hz", "Cel", "W"
+HERTZ, CELSIUS, WATTS, TOKEN = "Hz", "Cel", "W", "{token}"
 UNIT_LABELS = ("unit_id", "model_name", "region", "gpu_type")
 GPU_LABELS = ("node_id", "gpu", "uuid", "product")
 MB = 1 << 20
@@ -36,14 +36,16 @@ GPU_GAUGES = (
 )
 """Of a GPU: name, unit, text, the sample's field, the factor to the unit. What it can't tell is left out."""
 TOKEN_KINDS = ("input", "cached", "output")
+RUN_TOKENS = {"inputs": "input", "outputs": "output"}
+"""Histograms of tokens by run, and their type in the conventions."""
 
 
 class Distribution(NamedTuple):
     """Counts by upper bound, which belongs to its bucket; the last one is of what is above them all."""
 
-    bounds_s: tuple[float, ...]
+    bounds: tuple[float, ...]
     counts: tuple[int, ...]
-    sum_s: float
+    sum: float
 
 
 Value = TypeVar("Value", float, Distribution)
@@ -98,7 +100,7 @@ def counted(totals: Sums) -> list[AnyFamily]:
     )
     tokens = CounterFamily(
         "zerogrid.tokens",
-        PLAIN,
+        TOKEN,
         "Tokens of prompts and answers; cached ones are input too.",
         ("model_name", "type"),
     )
@@ -123,6 +125,12 @@ def counted(totals: Sums) -> list[AnyFamily]:
         "Decode time of a token after the first, of good calls.",
         ("gen_ai.request.model",),
     )
+    usage = HistogramFamily(
+        "gen_ai.client.token.usage",
+        TOKEN,
+        "Tokens of a run's prompts and of its answer, however it ended.",
+        ("gen_ai.request.model", "gen_ai.token.type"),
+    )
     histograms: dict[tuple[str, ...], Sums] = {}
     for name, count in totals.items():
         kind, _, rest = name.partition("|")
@@ -141,16 +149,18 @@ def counted(totals: Sums) -> list[AnyFamily]:
             histograms.setdefault((kind, model, route), {})[bucket] = count
         else:
             model, _, bucket = rest.rpartition("|")
-            histograms.setdefault((kind, model), {})[bucket] = count
+            of_type = (RUN_TOKENS[kind],) if kind in RUN_TOKENS else ()
+            histograms.setdefault((kind, model, *of_type), {})[bucket] = count
     of_kind = {
         "duration": (durations, DURATIONS_S),
         "ttft": (first_tokens, DURATIONS_S),
         "tpot": (token_times, TOKEN_TIMES_S),
+        **dict.fromkeys(RUN_TOKENS, (usage, TOKENS)),
     }
     for (kind, *labels), counts in histograms.items():
-        family, bounds_s = of_kind[kind]
-        family.add(tuple(labels), _distribution(counts, bounds_s))
-    return [requests, errors, tokens, compute, durations, first_tokens, token_times]
+        family, bounds = of_kind[kind]
+        family.add(tuple(labels), _distribution(counts, bounds))
+    return [requests, errors, tokens, compute, durations, first_tokens, token_times, usage]
 
 
 def of_units(units: Iterable[FleetUnit], stale_after_ms: float) -> list[AnyFamily]:
@@ -218,6 +228,6 @@ def _three(labels: str) -> tuple[str, str, str]:
     return first, middle, last
 
 
-def _distribution(counts: Sums, bounds_s: tuple[float, ...]) -> Distribution:
-    by_bound = tuple(counts.get(str(index), 0) for index in range(len(bounds_s) + 1))
-    return Distribution(bounds_s, by_bound, counts.get("us", 0) / MICRO)
+def _distribution(counts: Sums, bounds: tuple[float, ...]) -> Distribution:
+    by_bound = tuple(counts.get(str(index), 0) for index in range(len(bounds) + 1))
+    return Distribution(bounds, by_bound, counts.get("us", 0) / MICRO)

@@ -2,7 +2,7 @@
 
 Labels are of the configuration and of this code, never of a caller, so their number is bounded. Fields of the
 hash `zg:totals`, which is never reset: `KIND|LABEL…`, and of histograms one for each bucket that has a count
-(the number of its upper bound) and `us`, the sum in microseconds.
+(the number of its upper bound) and `us`, the sum in millionths.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ DURATIONS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12
 """OpenTelemetry's buckets of `gen_ai.server.request.duration`, with one below for what is over at once."""
 TOKEN_TIMES_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 """Its buckets of `gen_ai.server.time_per_output_token`, with one below."""
+TOKENS = tuple(float(4**power) for power in range(11))
+"""Its buckets of `gen_ai.client.token.usage`, up to a million; no model reads more."""
 
 Sums = dict[str, int]
 
@@ -45,18 +47,18 @@ class Work:
 
 
 class _Histogram:
-    """Counts by upper bound, the last for what is above them all, and the sum in microseconds."""
+    """Counts by upper bound, the last for what is above them all, and the sum in millionths."""
 
-    __slots__ = ("bounds_s", "counts", "micro")
+    __slots__ = ("bounds", "counts", "micro")
 
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self.bounds_s = bounds_s
-        self.counts = [0] * (len(bounds_s) + 1)
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.micro = 0
 
-    def add(self, value_ms: float) -> None:
-        self.counts[bisect_left(self.bounds_s, value_ms / 1000)] += 1
-        self.micro += round(value_ms * 1000)
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.micro += round(value * MICRO)
 
     def sums(self, name: str) -> Sums:
         sums = {f"{name}|{index}": count for index, count in enumerate(self.counts) if count}
@@ -76,6 +78,8 @@ class _Model:
     work: Work = field(default_factory=Work)
     ttft: _Histogram = field(default_factory=lambda: _Histogram(DURATIONS_S))
     token: _Histogram = field(default_factory=lambda: _Histogram(TOKEN_TIMES_S))
+    inputs: _Histogram = field(default_factory=lambda: _Histogram(TOKENS))
+    outputs: _Histogram = field(default_factory=lambda: _Histogram(TOKENS))
 
 
 class Totals:
@@ -95,15 +99,20 @@ class Totals:
             return
         model = self.models[story.model]
         model.work.add(story.usage)
+        for run in story.runs:
+            if run.usage.input_tokens:
+                model.inputs.add(run.usage.input_tokens)
+            if run.usage.output_tokens:
+                model.outputs.add(run.usage.output_tokens)
         if outcome is not Outcome.GOOD:
             return
-        route.durations.add(story.total_ms)
+        route.durations.add(story.total_ms / 1000)
         for run in story.runs:
             tokens = run.usage.output_tokens
             if tokens:
-                model.ttft.add(run.ttft_ms)
+                model.ttft.add(run.ttft_ms / 1000)
             if tokens > 1 and run.steps:
-                model.token.add(run.steps[-1].timing.decode_ms / (tokens - 1))
+                model.token.add(run.steps[-1].timing.decode_ms / (tokens - 1) / 1000)
 
     def sums(self) -> Sums:
         sums = {f"errors|{route}|{code}": count for (route, code), count in self.errors.items()}
@@ -113,4 +122,5 @@ class Totals:
         for name, of_model in self.models.items():
             sums |= {f"{what}|{name}": count for what, count in of_model.work.sums().items()}
             sums |= of_model.ttft.sums(f"ttft|{name}") | of_model.token.sums(f"tpot|{name}")
+            sums |= of_model.inputs.sums(f"inputs|{name}") | of_model.outputs.sums(f"outputs|{name}")
         return sums

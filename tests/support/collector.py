@@ -120,6 +120,7 @@ CONVENTIONAL = {"gen_ai.operation.name", "gen_ai.provider.name"}
 """Attributes that only OTLP carries."""
 SUFFIXES = {
     "": "",
+    "{token}": "",
     "1": "_ratio",
     "s": "_seconds",
     "By": "_bytes",

@@ -13,7 +13,7 @@ from support.fleet import make_card, make_load
 from gateway.observe.otlp import metrics_data
 from gateway.observe.prometheus import render
 from gateway.observe.series import all_series
-from gateway.observe.totals import DURATIONS_S, TOKEN_TIMES_S, Sums
+from gateway.observe.totals import DURATIONS_S, TOKEN_TIMES_S, TOKENS, Sums
 from grid.tracing.collector import resource_of
 from grid.words import FleetGpu, FleetUnit, GpuCard, GpuSample
 
@@ -57,6 +57,8 @@ def totals(draw: st.DrawFn) -> Sums:
         sums[f"duration|{route}|{model}|us"] = draw(COUNTS)
         sums[f"tpot|{model}|{draw(st.integers(0, len(TOKEN_TIMES_S)))}"] = draw(COUNTS)
         sums[f"input|{model}"] = draw(COUNTS)
+        sums[f"outputs|{model}|{draw(st.integers(0, len(TOKENS)))}"] = draw(COUNTS)
+        sums[f"outputs|{model}|us"] = draw(COUNTS)
         sums[f"cu|{model}"] = draw(COUNTS)
     return sums
 

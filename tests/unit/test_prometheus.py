@@ -68,6 +68,11 @@ def test_calls_tokens_and_times_are_there() -> None:
     assert value(samples, f"{duration}_sum", **labels) == 0.2
     ttft = "gen_ai_server_time_to_first_token_seconds"
     assert value(samples, f"{ttft}_sum", gen_ai_request_model="m") == 0.05
+    usage = "gen_ai_client_token_usage"
+    of_output = {"gen_ai_request_model": "m", "gen_ai_token_type": "output"}
+    assert value(samples, f"{usage}_sum", **of_output) == 4 * 6
+    assert value(samples, f"{usage}_bucket", le="4.0", **of_output) == 0
+    assert value(samples, f"{usage}_bucket", le="16.0", **of_output) == 4
     token = "gen_ai_server_time_per_output_token_seconds"
     assert value(samples, f"{token}_sum", gen_ai_request_model="m") == 0.02
 
