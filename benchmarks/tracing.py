@@ -4,9 +4,9 @@
 
 Starts a cell of one simulated unit that waits for nothing, whose tracing exports to a collector on the same
 cores that reads and discards. 32 clients; a request says by its `traceparent` whether it is traced, so both
-sides share every process, and they alternate, the first of a round changing from round to round. Answers of one
-token are the hardest case, answers of 128 an everyday one. Every traced request is exported whole: sampling
-would only make it cheaper.
+sides share every process, and they alternate, the first of a round changing from round to round. Answers of
+one token are the hardest case, answers of 128 an everyday one. Every traced request is exported whole:
+sampling would only make it cheaper.
 """
 
 from __future__ import annotations
