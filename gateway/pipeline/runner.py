@@ -227,6 +227,8 @@ class _Earlier:
 
     def _outputs(self, step: StepPlan) -> list[StepDone]:
         """Return what the generation steps that `step` uses wrote, in the order of the steps."""
+        if not step.uses:
+            return []
         used = (self._outcomes[step_id].made for step_id in self._plan.step_ids if step_id in step.uses)
         return [made for made in used if isinstance(made, StepDone)]
 
@@ -234,12 +236,15 @@ class _Earlier:
 
     def told(self) -> Before:
         """Return what the answer's events tell of these steps."""
+        uses = self._plan.steps[-1].uses
+        if not self._outcomes:
+            return Before(self._started_s, self._deadline_s, Context((), uses))
         outcomes = self._in_order()
         held = frozenset[tuple[str, str]]().union(*(each.held for each in outcomes))
         return Before(
             started_s=self._started_s,
             deadline_s=self._deadline_s,
-            context=Context(self._found(), self._plan.steps[-1].uses, held),
+            context=Context(self._found(), uses, held),
             outputs=tuple(each.made for each in outcomes if isinstance(each.made, StepDone)),
             warnings=tuple(each.warning for each in outcomes if each.warning),
             placement=tuple(each.placement for each in outcomes if each.placement is not None),
