@@ -2,7 +2,7 @@
 
 vLLM's own engine process outlives a parent that was killed, and keeps its memory, on a GPU the whole grant
 of the unit that is to replace it. So the kernel is asked to end it together with its parent. On CPU cores it
-computes with less priority than what serves: an engine that computes 1 % slower is not noticed, a gateway or
+computes with less priority than what serves: a step that takes a little longer is not noticed, a gateway or
 a unit that answers no beat because arithmetic has all cores is.
 """
 

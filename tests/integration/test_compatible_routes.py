@@ -18,7 +18,7 @@ from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell
 
 from gateway.http import shapes
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 HELLO: Any = [{"role": "user", "content": "Hello?"}]
 

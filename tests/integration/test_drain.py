@@ -17,7 +17,7 @@ from gateway.http import shapes
 from grid.config import Simulated
 from grid.units.planner import RESTART_REASON
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 UNIT = f"{CHAT_MODEL}-0"
 CHAT: dict[str, Any] = {"model": CHAT_MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

@@ -24,7 +24,7 @@ from gateway.observe.story import Outcome, Story
 from grid.config import Config
 from grid.units import events as ev
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 SLOW, DOOMED = "sim-slow", "sim-doomed"
 

@@ -41,6 +41,8 @@ from grid.wire.link import LinkPool
 from placement.actor import PlacementActor
 from placement.client import PlacementClient
 
+pytestmark = pytest.mark.slow
+
 ACME = Tenant("acme", "key-1", False, "salt")
 REGION = "eu-central-1"
 

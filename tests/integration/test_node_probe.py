@@ -23,6 +23,8 @@ from grid.words import GpuSample
 from placement.actor import PlacementActor
 from placement.client import PlacementClient
 
+pytestmark = pytest.mark.slow
+
 SECRET = b"s" * 32
 NODE = "node-1"
 

@@ -14,6 +14,8 @@ from gateway.trust.tenants import OPERATOR_TENANT, REVOCATION_S, Tenants
 from grid.config import Config
 from grid.errors import InvalidRequest, NotFound, Rejected, Unauthorised
 
+pytestmark = pytest.mark.slow
+
 
 class Clock:
     now_s = 1000.0

@@ -14,7 +14,7 @@ from support.local_cell import CHAT_MODEL, EMBEDDING_MODEL, LocalCell, cell_conf
 
 from grid.config import Tracing
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = f"00-{TRACE_ID}-b7ad6b7169203331-01"

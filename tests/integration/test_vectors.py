@@ -27,7 +27,10 @@ from gateway.trust.keyfiles import read_secret, secret_path
 from grid.config import Config
 from grid.errors import Conflict, InternalError, NotFound, Saturated, TooLarge, UnitLost
 
-pytestmark = pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning"),
+]
 """Of the client's local mode, which has none; the adapter makes them for the server."""
 
 ACME = Collection("acme", "ds-1", 8)
