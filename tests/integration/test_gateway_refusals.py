@@ -15,7 +15,7 @@ from support.local_cell import CHAT_MODEL, EMBEDDING_MODEL, LocalCell, cell_conf
 
 from gateway.http.shapes import ErrorEnvelope, OpenAIErrorEnvelope
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 MAX_BODY = 1024 * 1024
 HELLO = [{"role": "user", "content": "hello"}]

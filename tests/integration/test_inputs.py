@@ -18,7 +18,7 @@ from gateway.http import shapes
 from gateway.observe.recorder import Recorder
 from gateway.observe.story import Outcome, Story
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 TOO_LONG = "word " * 5_000
 
 

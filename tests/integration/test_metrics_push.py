@@ -21,7 +21,7 @@ from gateway.observe.push import Push
 from grid.config import Metrics
 from grid.tracing.collector import resource_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 MOVING = "zerogrid_unit_sample_age_seconds"
 """Another one at every look."""

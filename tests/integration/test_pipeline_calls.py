@@ -18,7 +18,7 @@ from grid import AsyncGrid
 from grid.errors import ContextOverflow
 from grid.runs import Answer
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 REQUESTS = Path(__file__).parent.parent / "contract" / "requests"
 
 

@@ -28,6 +28,8 @@ from grid.errors import (
     TooLarge,
 )
 
+pytestmark = pytest.mark.slow
+
 CONTRACT = Contract.model_validate_json(
     """{"name": "support", "pipeline": {"steps": [
         {"type": "retrieval", "source": "kb", "top_k": 3, "filter": {"status": ["published"], "year": 2024}},

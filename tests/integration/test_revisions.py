@@ -16,7 +16,7 @@ from support.local_cell import LocalCell, cell_config, local_cell
 
 from gateway.http import shapes
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
