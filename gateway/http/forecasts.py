@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gateway.http.errors import status_of
@@ -11,7 +12,7 @@ from gateway.pipeline.plan import RetrievalPlan
 from grid.errors import GridError
 
 
-def plan_view(forecast: Forecast) -> dict[str, Any]:
+def plan_view(forecast: Forecast, doubts: Sequence[str] = ()) -> dict[str, Any]:
     plan = forecast.plan
     versions = [step.decision.fleet_version for step in forecast.steps if step.decision is not None]
     answer = plan.generation
@@ -28,7 +29,7 @@ def plan_view(forecast: Forecast) -> dict[str, Any]:
         "allowed_regions": plan.allowed_regions,
         "execution_hints": answer.hints.model_dump(mode="json") if answer is not None else {},
         "stream_control": answer.stream_control.model_dump(mode="json") if answer is not None else {},
-        "warnings": plan.warnings,
+        "warnings": [*plan.warnings, *doubts],
     }
 
 

@@ -20,7 +20,7 @@ from gateway.http.shapes import Deleted, PipelineList, PipelineView, PlanView
 from gateway.http.views import GridEvents, whole_answer
 from gateway.observe.figures import StepFigures
 from gateway.pipeline.contract import Contract, Invocation, OneShot, RetrievalStep, overridden, parse
-from gateway.pipeline.forecast import forecast
+from gateway.pipeline.forecast import doubts, forecast
 from gateway.pipeline.plan import Plan, check_models, check_sources, plan_invocation, streams
 from gateway.pipeline.registry import MAX_PAGE
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
@@ -60,12 +60,13 @@ async def list_pipelines(
 
 @router.get("/v1/pipelines/{pipeline_id}", responses={200: {"model": PipelineView}, **errors(404)})
 async def read_pipeline(call: InCall, pipeline_id: str) -> Json:
-    """Read one pipeline with its contract, its status, and how its steps did in the last hour."""
+    """Read one pipeline with its contract, its status, and how its serving steps did in the last hour."""
     record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
-    known = await call.services.figures.steps(call.tenant.tenant_id, pipeline_id, record.revision)
+    run = record if record.serving is None else serving(record)
+    known = await call.services.figures.steps(call.tenant.tenant_id, pipeline_id, run.revision)
     step_metrics = [
         step_metrics_view(step.id or "", known.get(step.id or "", StepFigures()))
-        for step in record.contract.pipeline.steps
+        for step in run.contract.pipeline.steps
     ]
     return Json(orjson.dumps({**pipeline_view(record), "step_metrics": step_metrics}))
 
@@ -124,7 +125,8 @@ async def dry_run(call: InCall, pipeline_id: str) -> Json:
 
 async def forecast_view(call: Call, record: PipelineRecord, invocation: Invocation | None) -> dict[str, Any]:
     """Plan a call, and ask placement what would become of it."""
-    return plan_view(await forecast(await plan_of(call, record, invocation), call.services.placement))
+    told = await forecast(await plan_of(call, record, invocation), call.services.placement)
+    return plan_view(told, doubts(told, call.services.config))
 
 
 async def invoke(call: Call, pipeline_id: str) -> None:

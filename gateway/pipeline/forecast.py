@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.knowledge.embedder import EmbedOrder, embed_request
-from gateway.pipeline.plan import GenerationPlan, Plan, RetrievalPlan, StepPlan
+from gateway.pipeline.plan import GenerationPlan, Plan, RetrievalPlan, StepPlan, prompt_estimate
+from grid.config import Config
 from grid.errors import GridError, NoEligibleUnit, Saturated
 from grid.words import Candidate, Decision, PlacementRequest, Rejection
 
@@ -99,6 +100,25 @@ async def forecast(plan: Plan, placement: Asks) -> Forecast:
         steps.append(_told(step, request, answer, begins_ms))
         ends_ms[step.step_id] = steps[-1].ends_ms
     return Forecast(plan, tuple(steps))
+
+
+def doubts(forecast: Forecast, config: Config) -> list[str]:
+    """Return a warning for each prompt that seems too long. Only a unit counts tokens, so an estimate refuses
+    nothing."""
+    contexts = {model.name: model.context_tokens for model in config.models}
+    warnings = []
+    for told in forecast.steps:
+        if told.decision is None or not isinstance(told.step, GenerationPlan):
+            continue
+        room = contexts.get(told.decision.model, 0) - told.request.max_output_tokens
+        prompt = prompt_estimate(told.step.messages)
+        if prompt > room > 0:
+            warnings.append(
+                f"step {told.step.step_id!r}: the prompt has about {prompt} tokens, and "
+                f"{told.decision.model} has room for {room} beside max_output_tokens; a call is refused "
+                "(context_overflow) if the unit counts as many"
+            )
+    return warnings
 
 
 def requests_of(plan: Plan) -> list[PlacementRequest]:

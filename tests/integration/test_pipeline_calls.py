@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from grid.errors import ContextOverflow
 from grid.runs import Answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-REQUESTS = Path(__file__).parent.parent / "contract" / "requests"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -68,9 +66,7 @@ async def test_a_dry_run_tells_the_whole_plan_and_leaves_nothing_behind(cell: Lo
         pipeline_id = await declared(client, retrieval(), generation(max_output_tokens=20))
         await settled(client, pipeline_id)
         before = await state_of(cell)
-        answer = await client.post(
-            f"/v1/pipelines/{pipeline_id}/dry-run", content=(REQUESTS / "dry_run.json").read_bytes()
-        )
+        answer = await client.post(f"/v1/pipelines/{pipeline_id}/dry-run", json={"input": "anything"})
         after = await state_of(cell)
     assert answer.status_code == 200, answer.text
     assert before == after
@@ -130,13 +126,34 @@ async def test_a_dry_run_of_what_cannot_run_says_why(cell: LocalCell) -> None:
     assert (empty.status_code, empty.json()["error"]["param"]) == (400, "input")
 
 
+async def test_a_dry_run_warns_of_a_prompt_that_seems_too_long(cell: LocalCell) -> None:
+    async with cell.client() as client:
+        pipeline_id = await declared(client)
+        path = f"/v1/pipelines/{pipeline_id}"
+        fits, long = [
+            (await client.post(f"{path}/dry-run", json={"input": "word " * words})).json()["warnings"]
+            for words in (10, 6_000)
+        ]
+        refused = await client.post(f"{path}/invoke", json={"input": "word " * 6_000})
+    assert fits == []
+    assert len(long) == 1
+    assert "about 75" in long[0]
+    assert "context_overflow" in long[0]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_overflow")
+
+
 # --- one-shot -------------------------------------------------------------------------------------
+
+
+def one_shot(**parts: Any) -> dict[str, Any]:
+    """Return a contract that names its model as another provider does."""
+    return {"pipeline": {"steps": [generation(model="claude-3-sonnet-20240620")]}, **parts}
 
 
 async def test_a_contract_without_input_is_planned_and_not_kept(cell: LocalCell) -> None:
     async with cell.client() as client:
         before = await state_of(cell)
-        answer = await client.post("/v1/pipeline", content=(REQUESTS / "one_shot.json").read_bytes())
+        answer = await client.post("/v1/pipeline", json=one_shot())
         wrong = await client.post("/v1/pipeline", json={"pipeline": {"steps": [generation(model="nobody")]}})
         placeholder = await client.post(
             "/v1/pipeline", json={"pipeline": {"steps": [generation(system_prompt="For {{company}}.")]}}
@@ -151,12 +168,21 @@ async def test_a_contract_without_input_is_planned_and_not_kept(cell: LocalCell)
     assert placeholder.status_code == 200, "without a call there are no values to miss"
 
 
-@pytest.mark.parametrize("name", ["stream_control", "semantic_cache", "quantization"])
-async def test_a_one_shot_contract_runs_as_it_stands(cell: LocalCell, name: str) -> None:
-    body = (REQUESTS / f"{name}.json").read_bytes()
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("stream_control", {"min_tokens_per_chunk": 16, "max_latency_ms": 200, "flush_on_eos": True}),
+        ("cache_strategy", {"type": "semantic", "similarity_threshold": 0.9, "ttl_seconds": 60}),
+        ("execution_hints", {"quantization": "int4"}),
+    ],
+)
+async def test_a_one_shot_contract_runs_as_it_stands(
+    cell: LocalCell, part: str, value: dict[str, Any]
+) -> None:
+    body = one_shot(input="Where is my parcel?", **{part: value})
     async with cell.client() as client:
-        streamed = await client.post("/v1/pipeline", content=body)
-        whole = await client.post("/v1/pipeline", content=body, headers={"accept": "application/json"})
+        streamed = await client.post("/v1/pipeline", json=body)
+        whole = await client.post("/v1/pipeline", json=body, headers={"accept": "application/json"})
         assert (await client.get("/v1/pipelines")).status_code == 200
     assert streamed.headers["content-type"].startswith("text/event-stream")
     said = events(streamed.text)
@@ -165,24 +191,20 @@ async def test_a_one_shot_contract_runs_as_it_stands(cell: LocalCell, name: str)
     tokens = [data["tokens"] for event, data in said if event == "token"]
     answer = shapes.InvokeAnswer.model_validate(whole.json())
     assert sum(tokens) == answer.usage.output_tokens
-    if name == "stream_control":
+    if part == "stream_control":
         assert all(count >= 16 for count in tokens[:-1])
 
 
 async def test_hints_of_a_one_shot_are_obeyed_and_seen_in_the_plan(cell: LocalCell) -> None:
-    body = json.loads((REQUESTS / "hints.json").read_text())
+    hints = {"min_gpu_memory_mb": 12_000, "prefer_region": ["us-west-2"], "avoid_models": ["claude-3-haiku"]}
+    body = one_shot(input="Where is my parcel?", execution_hints=hints)
     async with cell.client() as client:
         refused = await client.post("/v1/pipeline", json=body)
         del body["input"]
         plan = shapes.PlanView.model_validate((await client.post("/v1/pipeline", json=body)).json())
     assert refused.status_code == 503, "claude-3-haiku's alias is the only model"
     assert "avoid" in refused.json()["error"]["message"] or "MB" in refused.json()["error"]["message"]
-    assert plan.execution_hints == {
-        "min_gpu_memory_mb": 12_000,
-        "prefer_region": ["us-west-2", "ap-northeast-1"],
-        "avoid_models": ["claude-3-haiku"],
-        "quantization": None,
-    }
+    assert plan.execution_hints == {**hints, "quantization": None}
     assert not plan.runnable
 
 

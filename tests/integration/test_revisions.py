@@ -65,6 +65,9 @@ async def test_a_revision_that_fails_says_why_and_the_last_one_goes_on(cell: Loc
         assert (failed["status"], failed["revision"], failed["serving_revision"]) == ("failed", 2, 1)
         assert "90000000 MB" in failed["reason"]
         assert await ran(client, pipeline_id) == (1, 3)
+        await cell.services.recorder.flush()
+        read = (await client.get(f"/v1/pipelines/{pipeline_id}")).json()
+        assert [step["calls"] for step in read["step_metrics"]] == [1], "of the revision that serves"
         await revised(client, pipeline_id, contract(7))
         await settled(client, pipeline_id)
         assert await ran(client, pipeline_id) == (3, 7)
