@@ -82,9 +82,12 @@ class Exporter:
 
     def _run(self) -> None:
         try:
-            while not self._closing.is_set():
+            is_last = False
+            while not is_last:
                 self._wake.wait(PERIOD_S)
                 self._wake.clear()
+                # Asked before the queue is emptied: what was put before the end leaves too.
+                is_last = self._closing.is_set()
                 self._follow_the_clock()
                 while self._queue:
                     self._send(self._batch())

@@ -17,7 +17,9 @@ from grid.tracing.spans import Attribute, Span, Value
 KEPT_ITEMS = 4096
 """Names and attributes whose bytes are remembered: models, units, regions and routes of a cell, many times
 over. What passes it makes it begin again."""
-FRESH = frozenset({"zerogrid.request_id", "gen_ai.response.id", "zerogrid.ttft_ms"})
+FRESH = frozenset(
+    {"zerogrid.request_id", "gen_ai.response.id", "zerogrid.ttft_ms", "zerogrid.predicted_ttft_ms"}
+)
 """Attributes whose values come once."""
 KEPT_KEYS = 256
 """Names of attributes; there are about thirty."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from support.collector import Collector, collecting, decoded
+from support.fleet import make_card, make_request, make_view
 
 from grid.config import Tracing, parse
 from grid.errors import InvalidRequest
@@ -22,6 +23,8 @@ from grid.tracing.otlp import KEPT_ITEMS, Encoder
 from grid.tracing.spans import Kind, Span
 from grid.tracing.tracer import Tracer
 from grid.tracing.transport import GRPC_METHOD, SendFailed
+from placement.decide import decide
+from placement.traces import record
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -152,6 +155,18 @@ def test_what_is_remembered_is_bounded() -> None:
     assert ("long", "x" * 10_000) not in encoder._kept
 
 
+def test_predictions_that_never_come_again_are_not_remembered() -> None:
+    encoder = Encoder({"service.name": "x"}, "zerogrid", "1")
+    source = Tracer(lambda made: encoder.span(made, 0), sample=1.0, content=False, rng=random.Random(7))
+    request = make_request(traceparent=f"00-{TRACE}-{PARENT}-01")
+    sizes = []
+    for decode_ms_per_token in (20.0, 21.0):
+        view = make_view(make_card(decode_ms_per_token=decode_ms_per_token))
+        record(source, request, decide(request, view, 0.0, random.Random(7)), 0.0, 50.0)
+        sizes.append(len(encoder._kept))
+    assert sizes[0] == sizes[1] > 0
+
+
 # --- exporting ------------------------------------------------------------------------------
 
 
@@ -203,6 +218,23 @@ def test_a_full_queue_drops_instead_of_growing(monkeypatch: pytest.MonkeyPatch) 
         sender.put(span(name))
     sender.close()
     assert (transport.taken, sender.dropped) == (["a", "b"], 1)
+
+
+def test_what_is_put_before_the_end_is_sent_however_late_the_thread_sees_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Exporter._run
+
+    def late(sender: Exporter) -> None:
+        sender._closing.wait()
+        run(sender)
+
+    monkeypatch.setattr(Exporter, "_run", late)
+    transport = Refusing()
+    sender = exporter(transport)
+    sender.put(span("last"))
+    sender.close()
+    assert (transport.taken, sender.dropped) == (["last"], 0)
 
 
 @pytest.fixture
