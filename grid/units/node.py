@@ -89,6 +89,11 @@ class NodeProbe:
                 self._lost(missing.message)
                 if missing.is_final:
                     return
+            except Exception as error:
+                # A bug. What was read last must not be believed for ever.
+                log.exception("the GPUs of node %s can't be read", self._card.node_id)
+                await loop.run_in_executor(self._thread, self._probe.close)
+                self._lost(f"the probe failed ({type(error).__name__}); see its log")
             await asyncio.sleep(REOPEN_PERIOD_S)
 
     async def _read_while_it_lasts(self) -> None:

@@ -15,6 +15,7 @@ from gateway.http.operations import gpu_view
 from gateway.http.shapes import GpuView
 from grid.config import Cell, Config, Placement
 from grid.errors import Forbidden, NoEligibleUnit
+from grid.hardware.nvml import Probe
 from grid.units import node
 from grid.units.node import NodeProbe
 from grid.wire.link import Link, dial
@@ -126,6 +127,24 @@ async def test_a_driver_that_is_away_is_said_and_found_again(
         gpus.path.write_text(state)
         await until(lambda: len(placement._view.gpu_snapshot(0.0)) == 5)
         assert (await probe.hardware())[0].flaw == ""
+
+
+async def test_a_bug_in_reading_is_said_and_does_not_end_it(
+    config: Config, placement: PlacementActor, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "REOPEN_PERIOD_S", 0.01)
+    read = Probe.read
+
+    def broken(probe: Probe, now_s: float) -> tuple[GpuSample, ...]:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Probe, "read", broken)
+    async with probing(config, placement) as probe:
+        card, samples = await asyncio.wait_for(probe.hardware(), 10)
+        assert (card.gpus, samples) == ((), ())
+        assert "ValueError" in card.flaw
+        monkeypatch.setattr(Probe, "read", read)
+        await until(lambda: len(placement._view.gpu_snapshot(0.0)) == 5)
 
 
 async def test_only_a_node_tells_of_gpus_and_only_of_its_own(
