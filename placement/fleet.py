@@ -310,22 +310,22 @@ class View:
         reservation = self._ledger.get(reservation_id)
         if reservation is None:
             return False
-        row = self._row_of(reservation)
+        row, observed_s = self._row_of(reservation), self._clock.read(now_s)
         if outcome == "done":
-            self._learn(reservation, row, spent, self._clock.read(now_s))
+            self._learn(reservation, row, spent, observed_s)
         self._end(reservation_id)
         if row is not None:
-            until_s = self.units[row].health.settled(outcome, reservation.made_s, self._clock.read(now_s))
+            until_s = self.units[row].health.settled(outcome, reservation.made_s, observed_s)
             if until_s is not None:
                 self.columns.suspect_until_s[row] = until_s
                 self._suspect_until_s = max(self._suspect_until_s, until_s)
         return True
 
     def _learn(self, reservation: Reservation, row: int | None, spent: Spent, observed_s: float) -> None:
-        speed = here = None
         if spent_flaw(spent):
             self.dropped["bad_figures"] += 1
             return
+        speed = here = None
         if row is not None and observed_s >= self.units[row].taught_s + LESSON_GAP_S:
             unit = self.units[row]
             unit.taught_s = observed_s
@@ -347,7 +347,7 @@ class View:
             self._published_s = observed_s
             self._set_speeds(self._learning.publish())
         expired = 0
-        for reservation in self._ledger.expired(self._clock.read(now_s)):
+        for reservation in self._ledger.expired(observed_s):
             self._ledger.pop(reservation.reservation_id)
             row = self._row_of(reservation)
             # What the newest sample holds stays in its count: only a sample can tell that it ended.
@@ -356,16 +356,15 @@ class View:
             expired += 1
         return expired
 
-    def _end(self, reservation_id: str) -> Reservation | None:
+    def _end(self, reservation_id: str) -> None:
         reservation = self._ledger.pop(reservation_id)
         if reservation is None:
-            return None
+            return
         row = self._row_of(reservation)
         if row is not None and self._in_sample(row, reservation):
             self._loads.release(row, self.units[row].speeds)
         elif row is not None:
             self._charge(row, reservation, -1)
-        return reservation
 
     def _in_sample(self, row: int, reservation: Reservation) -> bool:
         """A unit that came back has no sample yet, whatever its earlier ones held."""

@@ -14,13 +14,12 @@ from typing import cast
 
 from grid.errors import InvalidRequest, Saturated
 from grid.words import UNKNOWN, FleetGpu, GpuSample, NodeCard, UnitCard
-from placement.reports import are_readings
+from placement.reports import MAX_NAME_CHARS, are_readings
 
 MAX_NODES = 20_000
 """Twice the units that one cell is built for: a node has at least one."""
 
 MAX_GPUS_A_NODE = 64
-MAX_NAME_CHARS = 256
 MAX_FAULT_CHARS = 1000
 
 MOST = 1e12
@@ -56,7 +55,7 @@ def card_flaw(card: NodeCard) -> str:
     if len({gpu.uuid for gpu in card.gpus}) < len(card.gpus):
         return "two of its GPUs have one uuid"
     for gpu in card.gpus:
-        if not (gpu.memory_mb == UNKNOWN or 0 <= gpu.memory_mb < MOST):
+        if not are_readings((gpu.memory_mb,), MOST):
             return f"{gpu.uuid} has memory_mb {gpu.memory_mb!r}"
     return ""
 

@@ -1,7 +1,7 @@
 """What each unit carries, as columns: its newest sample, what was settled since, what the sample misses.
 
 All arithmetic on load lives here. `fleet.py` says which reservations count where; every change ends in
-`_weigh`, so that what a decision reads always follows from what is counted.
+`cost.weigh`, so that what a decision reads always follows from what is counted.
 """
 
 from __future__ import annotations
