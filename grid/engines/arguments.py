@@ -35,9 +35,7 @@ long for their next token. Fewer than the least waste the weights' reading; more
 speed."""
 
 DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
-
-
-STORED = {"float32": Precision.FP32, "float16": Precision.FP16, "bfloat16": Precision.BF16}
+STORED = {name: precision for precision, name in DTYPES.items()}
 
 
 class Checkpoint(NamedTuple):

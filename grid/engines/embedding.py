@@ -22,6 +22,7 @@ import numpy.typing as npt
 from grid.config import Model
 from grid.engines import models
 from grid.engines.base import EngineFacts, EngineLoad
+from grid.engines.meter import follow
 from grid.errors import InternalError, UnitLost
 from grid.words import UNKNOWN, Precision
 
@@ -41,9 +42,6 @@ THREADS = 2
 WINDOW_CHARACTERS = 64 * WINDOW_TOKENS
 """A text is cut here before tokenising, so that a giant one costs no more than a long one. Ordinary text
 fills the window with a tenth of it; what is cut counts as truncated."""
-
-SPEED_MEMORY = 0.9
-"""Weight of the past in the measured speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +161,7 @@ class OnnxEmbeddingEngine:
         finally:
             self._running = 0
             self._steps += 1
-        known = self._tokens_per_s != UNKNOWN
-        self._tokens_per_s = (
-            SPEED_MEMORY * self._tokens_per_s + (1 - SPEED_MEMORY) * tokens_per_s if known else tokens_per_s
-        )
+        self._tokens_per_s = follow(self._tokens_per_s, tokens_per_s)
         for (call, row), vector in zip(batch, vectors, strict=True):
             call.rows[row] = vector
             call.left -= 1

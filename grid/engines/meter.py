@@ -63,13 +63,13 @@ class Meter:
             return
         self._share_s += elapsed_s / min(len(self._stays), self._max_running)
         if not prefilling and all(stay.started for stay in self._stays):
-            self._decode_ms = _follow(self._decode_ms, elapsed_s * 1e3)
+            self._decode_ms = follow(self._decode_ms, elapsed_s * 1e3)
 
     def prefilled(self, stay: Stay, computed_tokens: int, seconds: float) -> None:
         """A request's first token is out, `seconds` after its prefill of so many tokens was scheduled."""
         stay.started = True
         if computed_tokens >= MEASURABLE_PREFILL_TOKENS and seconds > 0:
-            self._prefill_tokens_per_s = _follow(self._prefill_tokens_per_s, computed_tokens / seconds)
+            self._prefill_tokens_per_s = follow(self._prefill_tokens_per_s, computed_tokens / seconds)
 
     def looked_up(self, prompt_tokens: int, cached_tokens: int) -> None:
         """So many more prompt tokens were looked up in the prefix cache, and so many of them found."""
@@ -101,5 +101,6 @@ class Meter:
         )
 
 
-def _follow(measured: float, sample: float) -> float:
+def follow(measured: float, sample: float) -> float:
+    """Return a measured speed after one more sample; the first is taken as it is."""
     return sample if measured == UNKNOWN else SPEED_MEMORY * measured + (1 - SPEED_MEMORY) * sample

@@ -15,6 +15,7 @@ from grid.engines import simulated_text as text
 from grid.engines import variants
 from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Sink, Step
 from grid.engines.batching import BLOCK_TOKENS, Batch, Request, Speed
+from grid.engines.meter import follow
 from grid.engines.packing import (
     arranged,
     check_room,
@@ -34,9 +35,6 @@ GPU_MEMORY_SHARE = 0.9
 MAX_CATCH_UP_S = 0.25
 """A loop that was held up makes up for so much lost time and forgets the rest, as an engine in a process
 of its own would not have been held up, but a burst of seconds would be no engine's behaviour either."""
-
-SPEED_MEMORY = 0.9
-"""Weight of the past in the measured speeds: they follow a change within some ten steps."""
 
 
 class SimulatedEngine:
@@ -185,9 +183,9 @@ class SimulatedEngine:
     def _measure(self, seconds: float) -> None:
         batch = self._batch
         if batch.scheduled_tokens > 2 * batch.scheduled_requests:
-            self._prefill_tokens_per_s = _follow(self._prefill_tokens_per_s, batch.scheduled_tokens / seconds)
+            self._prefill_tokens_per_s = follow(self._prefill_tokens_per_s, batch.scheduled_tokens / seconds)
         else:
-            self._decode_ms = _follow(self._decode_ms, seconds * 1e3)
+            self._decode_ms = follow(self._decode_ms, seconds * 1e3)
 
 
 class _Answer:
@@ -245,10 +243,6 @@ class _Answer:
         if self._engine._answers.pop(self._request, None) is not None:
             self._engine._batch.abort(self._request)
             self._sink.released(error)
-
-
-def _follow(measured: float, sample: float) -> float:
-    return sample if measured == UNKNOWN else SPEED_MEMORY * measured + (1 - SPEED_MEMORY) * sample
 
 
 def kv_tokens(model: Model) -> int:

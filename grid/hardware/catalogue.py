@@ -51,8 +51,6 @@ class Kernels:
     """Every other precision, and why it is not served."""
     fp8_kv: str = ""
     """The attention kernels that read an 8-bit KV cache; "" for none."""
-    fp4: str = ""
-    """4-bit floats, which an `int4` checkpoint may hold as well; "" for none."""
 
 
 NATIVE = "native"
@@ -87,7 +85,6 @@ BLACKWELL = Kernels(
     {FP8: "W8A8", INT4: "Marlin", BF16: NATIVE, FP16: NATIVE, FP32: NATIVE},
     {INT8: "W8A8 is broken on compute capability 10.0 in vLLM 0.32"},
     fp8_kv="FlashInfer",
-    fp4="nvfp4",
 )
 CDNA3 = Kernels(
     {FP8: "W8A8", BF16: NATIVE, FP16: NATIVE, FP32: NATIVE},
@@ -253,9 +250,9 @@ def prefill_tokens_per_s(gpu: str, parameters_b: float, precision: Precision, gp
     `gpus` is 0 (CPU cores, taken as one), a share, or several of one node.
     """
     model = find(gpu)
-    peak = model.tflops.get(precision, model.tflops.get(FP16, model.tflops[FP32]))
-    if precision is INT4 or (precision is FP8 and FP8 not in model.tflops):
-        peak = model.tflops.get(FP16, model.tflops[FP32])
+    widened = model.tflops.get(FP16, model.tflops[FP32])
+    # No kernel for int4 weights multiplies in 4 bit.
+    peak = widened if precision is INT4 else model.tflops.get(precision, widened)
     return peak * 1e12 * COMPUTE_EFFICIENCY * _share(gpus or 1.0) / (2 * parameters_b * 1e9)
 
 

@@ -6,19 +6,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from grid.config import Model
+from grid.engines.arguments import GPU_MEMORY_SHARE
 from grid.engines.variants import NoVariant, fitted, pretended_gpu
 from grid.errors import InvalidRequest
 from grid.hardware import catalogue
-from grid.units.gpu_room import Gpu, NoRoom, choose
+from grid.units.gpu_room import SHARE_SLACK, Gpu, NoRoom, choose
 
 REGION_LABEL = "region"
 GPU_LABEL = "gpu"
 """Set by operators where Ray's own label says too little: it calls an A100 of 40 and one of 80 GB alike."""
 RAY_GPU_LABEL = "ray.io/accelerator-type"
-
-START_MEMORY_SHARE = 0.9
-"""Of what a unit owns without a grant of its own, how much must be free when it starts: the share that vLLM
-takes, and demands to find."""
 
 
 class Node(NamedTuple):
@@ -107,7 +104,8 @@ def _needed_mb(model: Model, gpu_mb: float) -> float:
     """Return how much memory must be free on each GPU that a unit of `model` gets."""
     if model.memory_grant_mb:
         return model.memory_grant_mb / max(model.gpus, 1)
-    return max(gpu_mb, 0.0) * min(model.gpus, 1.0) * START_MEMORY_SHARE
+    # Without a grant, the share that vLLM takes, and demands to find.
+    return max(gpu_mb, 0.0) * min(model.gpus, 1.0) * GPU_MEMORY_SHARE
 
 
 def gpus_fit(total: float, used: Iterable[float], wanted: float) -> bool:
@@ -117,7 +115,7 @@ def gpus_fit(total: float, used: Iterable[float], wanted: float) -> bool:
         if amount == 0:
             continue
         need, each = (1, amount) if amount < 1 else (int(amount), 1.0)
-        open_gpus = [i for i, left in enumerate(room) if left >= each - 1e-9]
+        open_gpus = [i for i, left in enumerate(room) if left >= each - SHARE_SLACK]
         if len(open_gpus) < need:
             return False
         # The fullest that still fits, so that whole GPUs stay whole.

@@ -113,7 +113,7 @@ class Announce(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One batch of samples from one node (or one unit, where no node agent runs)."""
+    """One batch of samples of a node's units; every unit sends its own."""
 
     stream: int
     node_id: str
