@@ -215,10 +215,7 @@ class PlacementActor:
         self._push_if_changed()
 
     def _refuse(self, peer: Peer, message: WireMessage, error: GridError) -> None:
-        refused = Refused(
-            message.stream, error.code, error.message, error.param, error.retry_after_s, error.details
-        )
-        peer.send(refused)
+        peer.send(Refused.of(message.stream, error))
 
     # --- one method a message ---------------------------------------------------------------
 

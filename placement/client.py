@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from grid.errors import GridError, InternalError, NotFound, Saturated, UnitLost, revive
+from grid.errors import GridError, InternalError, NotFound, Saturated, UnitLost
 from grid.wire.codec import MAX_FRAME_BYTES
 from grid.wire.link import Link, LinkStream, Peer, Reconnecting
 from grid.wire.messages import Decided, DrainUnit, Fleet, Place, Refused, Settle, Watch, WireMessage
@@ -159,13 +159,7 @@ class PlacementClient:
         if isinstance(answer, Decided):
             return answer.decision
         if isinstance(answer, Refused):
-            raise revive(
-                answer.code,
-                answer.message,
-                param=answer.param,
-                retry_after_s=answer.retry_after_s,
-                details=answer.details,
-            )
+            raise answer.error()
         raise InternalError(f"placement answered with {type(answer).__name__}")
 
     def _adopt(self, link: Link, stream: LinkStream, request: PlacementRequest) -> None:

@@ -64,8 +64,7 @@ class Counting:
         self._send(link_id, Counted(count.stream, len(prepared.prompt_ids), prepared.documents_used))
 
     def _refuse(self, link_id: int, count: Count, error: GridError) -> None:
-        told = (error.code, error.message, error.param, error.retry_after_s, error.details)
-        self._send(link_id, Refused(count.stream, *told))
+        self._send(link_id, Refused.of(count.stream, error))
 
 
 def as_grid_error(unit_id: str, error: BaseException) -> GridError:

@@ -375,10 +375,7 @@ class Unit:
 
     def _refuse(self, peer: int, stream: int, error: GridError) -> ev.Effect:
         self.counters.refused += 1
-        return ev.Send(
-            peer,
-            Refused(stream, error.code, error.message, error.param, error.retry_after_s, error.details),
-        )
+        return ev.Send(peer, Refused.of(stream, error))
 
     # --- slots ------------------------------------------------------------------------------
 

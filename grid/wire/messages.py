@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from grid.errors import GridError, revive
 from grid.words import (
     Decision,
     FleetGpu,
@@ -208,6 +209,20 @@ class Refused(NamedTuple):
     param: str = ""
     retry_after_s: float = 0.0
     details: dict[str, Any] = {}  # noqa: RUF012  a NamedTuple default is never mutated
+
+    @classmethod
+    def of(cls, stream: int, error: GridError) -> Refused:
+        return cls(stream, error.code, error.message, error.param, error.retry_after_s, error.details)
+
+    def error(self) -> GridError:
+        """Return the error that the other side refused with."""
+        return revive(
+            self.code,
+            self.message,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+            details=self.details,
+        )
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from grid.errors import DeadlineExceeded, GridError, Saturated, UnitLost, revive
+from grid.errors import DeadlineExceeded, GridError, Saturated, UnitLost
 from grid.wire.codec import MAX_FRAME_BYTES, encode
 from grid.wire.messages import Ping, Refused, WireMessage
 from grid.wire.peer import Peer
@@ -60,13 +60,7 @@ class Link(Peer):
         finally:
             stream.close()
         if isinstance(answer, Refused):
-            raise revive(
-                answer.code,
-                answer.message,
-                param=answer.param,
-                retry_after_s=answer.retry_after_s,
-                details=answer.details,
-            )
+            raise answer.error()
         return answer
 
     def _deliver(self, messages: list[WireMessage]) -> None:
