@@ -24,6 +24,7 @@ LEASE_S = 3.0
 OUTCOMES = ("done", "cancelled", "refused")
 STEP_S = 0.125
 """Exact in binary, so that the model and the view agree on when a lease is over."""
+LEASE_TICKS = int(LEASE_S / STEP_S)
 UNITS, GATEWAYS, MODELS = 2, 2, ("model-x", "model-y")
 
 
@@ -271,7 +272,7 @@ class Fleet(RuleBasedStateMachine):
         """When all work has ended and all leases are over, nothing is left."""
         if not hasattr(self, "view"):
             return
-        for _ in range(int(LEASE_S / STEP_S)):
+        for _ in range(LEASE_TICKS):
             self.now_s += STEP_S
             self.view.tick(self.now_s)
         for unit in self.units:
@@ -308,6 +309,7 @@ def test_a_long_random_walk(seed: int) -> None:
         (8, lambda: fleet.report(one_in(UNITS), one_in(2))),
         (8, lambda: fleet.settle(one_in(10), rng.choice(OUTCOMES), unit_ends=flip())),
         (4, lambda: fleet.time_passes(1 + one_in(4))),
+        (1, lambda: fleet.time_passes(LEASE_TICKS)),  # over the leases of what samples hold as well
         (1, lambda: fleet.report_nonsense(one_in(UNITS))),
         (1, lambda: fleet.lose_gateway(one_in(GATEWAYS))),
         (1, lambda: fleet.lose_unit_link(one_in(UNITS))),
