@@ -45,6 +45,9 @@ START_LIMIT_S = 900.0
 
 FAILURES_KEPT = 8
 
+UNIT_PREFIX = "unit-"
+"""Of every unit's id; no other actor of the cell has it."""
+
 RESTART_REASON = "restarted by an operator"
 """Why a unit ends that was asked to: no failure, so the next one starts at once."""
 
@@ -436,7 +439,7 @@ class Planner:
 
 def unit_prefix(model: str, pool: str = "") -> str:
     """Return the beginning of the ids of a pool's units, such as `unit-smollm2-135m-instruct-`."""
-    return f"unit-{re.sub(r'[^a-z0-9.]+', '-', f'{model}-{pool}'.lower()).strip('-')}-"
+    return f"{UNIT_PREFIX}{re.sub(r'[^a-z0-9.]+', '-', f'{model}-{pool}'.lower()).strip('-')}-"
 
 
 def start_kind(model: Model) -> str:

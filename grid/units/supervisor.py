@@ -44,8 +44,6 @@ UNIT_CONCURRENCY = 100
 NAME_PERIOD_S = 0.05
 MAX_REASON_CHARACTERS = 500
 
-UNIT_PREFIX = "unit-"
-
 
 class SupervisorActor:
     """Wrapped by ray.remote. It begins by itself, because nobody calls `start` after Ray restarted it."""
@@ -145,7 +143,7 @@ class SupervisorActor:
         """Take over ready units; kill those that an earlier supervisor left half-started."""
         for entry in await asyncio.to_thread(list_named_actors, all_namespaces=True):
             name = entry["name"]
-            if entry["namespace"] != NAMESPACE or not name.startswith((UNIT_PREFIX, PROBE_PREFIX)):
+            if entry["namespace"] != NAMESPACE or not name.startswith((plan.UNIT_PREFIX, PROBE_PREFIX)):
                 continue
             try:
                 if name.startswith(PROBE_PREFIX):
