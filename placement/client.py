@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from grid.errors import GridError, InternalError, NotFound, Saturated, UnitLost
 from grid.wire.codec import MAX_FRAME_BYTES
-from grid.wire.link import Link, LinkStream, Peer, Reconnecting
+from grid.wire.link import Link, LinkStream, Peer, Reconnecting, Resolve
 from grid.wire.messages import Decided, DrainUnit, Fleet, Place, Refused, Settle, Watch, WireMessage
 from grid.words import Decision, FleetUnit, PlacementRequest
 
@@ -24,7 +24,6 @@ RETRY_AFTER_S = 1.0
 ORPHAN_S = 30.0
 """How long an unwanted answer is waited for; after that the lease ends what it reserved."""
 
-Resolve = Callable[[], Awaitable[tuple[str, int]]]
 FleetCallback = Callable[[Fleet], None]
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from grid.units import machine
 from grid.units.planner import RESTART_REASON
 from grid.units.server import UnitServer
 from grid.units.unit import Unit
-from grid.wire.link import Link, Peer, Reconnecting
+from grid.wire.link import Link, Peer, Reconnecting, Resolve
 from grid.wire.messages import Announce, DrainUnit, Report, WireMessage
 from grid.words import Message, Sampling, Task, UnitCard, UnitLoad, new_id
 
@@ -49,8 +49,6 @@ CPU_CORES = "CPU"
 
 CPU_MEMORY_SHARE = 0.5
 """Of the node's RAM: the grant of a CPU unit that names none. The rest is the cell's other processes'."""
-
-Resolve = Callable[[], Awaitable[tuple[str, int]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from grid.config import Config
 from grid.hardware.nvml import NoDriver, Probe
-from grid.units.actor import REPORT_PERIOD_S, Resolve
-from grid.wire.link import Link, Reconnecting
+from grid.units.actor import REPORT_PERIOD_S
+from grid.wire.link import Link, Reconnecting, Resolve
 from grid.wire.messages import AnnounceNode, ReportNode
 from grid.words import GpuSample, NodeCard, new_id
 

@@ -34,6 +34,7 @@ __all__ = [
     "LinkStream",
     "Peer",
     "Reconnecting",
+    "Resolve",
     "dial",
 ]
 
@@ -47,6 +48,9 @@ MAX_STRANGERS = 64
 
 BACKLOG = 256
 """All gateways of a cell may come back at once after this peer restarts."""
+
+Resolve = Callable[[], Awaitable[tuple[str, int]]]
+"""Returns a peer's current address."""
 
 
 def _identity(role: str, peer_id: str, secret: bytes) -> Identity:
@@ -202,7 +206,7 @@ class Reconnecting:
 
     def __init__(
         self,
-        resolve: Callable[[], Awaitable[tuple[str, int]]],
+        resolve: Resolve,
         *,
         role: str,
         peer_id: str,
