@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.observe.story import RunStory, Story, outcome_of
+from gateway.observe.story import CELLS_OWN, RunStory, Story, outcome_of
 from gateway.pipeline.events import StepTiming
-from grid.errors import GridError, InternalError, Interrupted, Rejected
+from grid.errors import GridError
 from grid.words import Candidate, Decision, Precision, Usage
 
-CELLS_OWN = (Rejected, Interrupted, InternalError)
-"""Errors whose sentences the cell makes of what it knows itself."""
 TOLD_DETAILS = ("rejected_by_code", "reasons")
 TIMES = ("total_ms", "placement_ms", "embed_ms", "search_ms", "queue_ms", "prefill_ms", "decode_ms")
 

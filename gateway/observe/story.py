@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from gateway.pipeline.events import Finished, RunEvent, RunFailed, StepTiming
-from grid.errors import GridError
+from gateway.pipeline.events import NOTHING_USED, Finished, RunEvent, RunFailed, StepTiming
+from grid.errors import GridError, InternalError, Interrupted, Rejected
 from grid.words import Decision, Usage
 
 CLIENT_LEFT = 499
 """The status of a call whose client was gone before its answer was complete, as nginx has it."""
 
-NOTHING = Usage()
+CELLS_OWN = (Rejected, Interrupted, InternalError)
+"""Failures of the cell and not of its caller: their sentences quote nothing of what was sent, and a step may
+be skipped for them."""
 
 
 class Outcome(StrEnum):
@@ -62,7 +64,7 @@ class RunStory:
 
     attempts: list[Attempt] = field(default_factory=list)
     steps: list[StepEnd] = field(default_factory=list)
-    usage: Usage = NOTHING
+    usage: Usage = NOTHING_USED
     ttft_ms: float = 0.0
     """From the start of the run to its first token; 0 where none came."""
     finished: bool = False
@@ -80,10 +82,9 @@ class RunStory:
                 return
 
     def step(self, timing: StepTiming, error: GridError | None = None) -> None:
-        """A step has ended; what it took is charged however the run ends. Tokens are of prompts and texts."""
+        """A step has ended; what it took is charged however the run ends."""
         self.steps.append(StepEnd(timing, error))
-        usage = timing.usage
-        self.charge(usage if timing.type == "generation" else Usage(cu_seconds=usage.cu_seconds))
+        self.charge(timing.charged)
 
     def charge(self, usage: Usage) -> None:
         """Add work that is no step's end: vectors for a caller, or what was made for one that has left."""
@@ -153,4 +154,4 @@ class Story:
     def usage(self) -> Usage:
         if len(self.runs) == 1:
             return self.runs[0].usage
-        return sum((run.usage for run in self.runs), NOTHING)
+        return sum((run.usage for run in self.runs), NOTHING_USED)

@@ -133,11 +133,10 @@ class Delivery:
         if session.phase is not se.Phase.ENDED:
             self._noted.charge(session.usage)
             self._end_span(time.monotonic(), session.usage, error=Cancelled.code)
+            self._handle(se.ClientGone())
             if session.accepted is not None and self._stream is not None:
-                self._handle(se.ClientGone())
                 self._farewells.hear(self._stream, self._noted.charge_late)
                 self._stream = None
-        self._handle(se.ClientGone())
         self._close_stream()
         self._alarm.cancel()
 

@@ -44,6 +44,12 @@ class StepTiming:
     decode_ms: float = 0.0
     usage: Usage = NOTHING_USED
 
+    @property
+    def charged(self) -> Usage:
+        """What the step adds to the usage of an answer: a generation all, a retrieval only its compute,
+        because an answer's tokens are those of prompts and texts."""
+        return self.usage if self.type == "generation" else Usage(cu_seconds=self.usage.cu_seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Started:

@@ -15,10 +15,11 @@ from typing import Protocol
 
 from gateway.knowledge.embedder import Places
 from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
-from gateway.observe.story import RunStory, Story
+from gateway.observe.story import CELLS_OWN, RunStory, Story
 from gateway.pipeline.context import Context, Found, all_retrieved, with_outputs
 from gateway.pipeline.delivery import Before, Delivery, Links
 from gateway.pipeline.events import (
+    NOTHING_USED,
     Chunk,
     Finished,
     RunEvent,
@@ -31,11 +32,8 @@ from gateway.pipeline.events import (
 from gateway.pipeline.farewell import Farewells
 from gateway.pipeline.frontier import Frontier
 from gateway.pipeline.plan import GenerationPlan, Plan, RetrievalPlan, StepPlan, prompt_estimate
-from grid.errors import DeadlineExceeded, GridError, InternalError, Interrupted, Rejected
-from grid.words import FinishReason, Usage
-
-SKIPPED = (Rejected, Interrupted, InternalError)
-"""Failures of the cell, which `on_failure: skip` passes over; the caller's own mistakes are never skipped."""
+from grid.errors import DeadlineExceeded, GridError, InternalError
+from grid.words import FinishReason
 
 
 class Searches(Protocol):
@@ -63,12 +61,13 @@ class Runner:
         try:
             if plan.earlier:
                 await earlier.run()
-            if plan.generation is None:
+            answer = plan.generation
+            if answer is None:
                 events = earlier.retrieved_only()
                 noted.hear(events[-1])
                 yield events
                 return
-            delivery = earlier.delivery(plan.generation, earlier.told())
+            delivery = earlier.delivery(answer, earlier.told())
             while events := await delivery.events():
                 noted.hear(events[-1])
                 yield events
@@ -163,7 +162,8 @@ class _Earlier:
         except GridError as error:
             lasted_ms = (time.monotonic() - began_s) * 1000
             self._noted.step(StepTiming(step.step_id, "retrieval", lasted_ms), error)
-            if not step.skip_on_failure or not isinstance(error, SKIPPED):
+            # The caller's own mistakes are never skipped.
+            if not step.skip_on_failure or not isinstance(error, CELLS_OWN):
                 raise
             warning = f"step {step.step_id!r} failed and was skipped: {error.message}"
             return _Outcome(Found(step.step_id, source_id, ()), warning=warning)
@@ -249,13 +249,13 @@ class _Earlier:
             warnings=tuple(each.warning for each in outcomes if each.warning),
             placement=tuple(each.placement for each in outcomes if each.placement is not None),
             timing=tuple(each.timing for each in outcomes if each.timing is not None),
-            usage=sum(map(_prompted, outcomes), Usage()),
+            usage=sum((each.timing.charged for each in outcomes if each.timing is not None), NOTHING_USED),
         )
 
     def retrieved_only(self) -> list[RunEvent]:
         """Return the events of a pipeline without a generation step."""
         plan, outcomes = self._plan, self._in_order()
-        usage = sum((each.timing.usage for each in outcomes if each.timing is not None), Usage())
+        usage = sum((each.timing.usage for each in outcomes if each.timing is not None), NOTHING_USED)
         started = Started(
             request_id=plan.request_id,
             pipeline_id=plan.pipeline_id,
@@ -283,12 +283,3 @@ class _Earlier:
 
     def _found(self) -> list[Found]:
         return [each.made for each in self._in_order() if isinstance(each.made, Found)]
-
-
-def _prompted(outcome: _Outcome) -> Usage:
-    """Return what a step adds to the usage of an answer: a generation all, a retrieval only its work, because
-    tokens are those of prompts and answers."""
-    if outcome.timing is None:
-        return Usage()
-    usage = outcome.timing.usage
-    return usage if isinstance(outcome.made, StepDone) else Usage(cu_seconds=usage.cu_seconds)

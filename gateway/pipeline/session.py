@@ -4,7 +4,7 @@
        ▲                    │
        └─ refused, unit lost┘  (bounded; only before a unit accepted)
 
-`Session.handle(event, now_s)` returns effects; `runner.py` carries them out and feeds back what happened.
+`Session.handle(event, now_s)` returns effects; `delivery.py` carries them out and feeds back what happened.
 Every path reaches ENDED with exactly one `Finish` or `Fail` (none where the client left: nobody listens),
 and every reservation that was placed gets exactly one `Settle`. Token indices are contiguous: a gap is a
 fault of the unit and fails the stream. Frames of an attempt other than the current one are dropped.
@@ -174,8 +174,15 @@ class Session:
 
     @property
     def usage(self) -> Usage:
-        """What is known of it until now."""
-        return self._usage()
+        """What the unit said until now, but never more output than was received: a stop string ends the
+        charge."""
+        output_tokens = len(self.emitted_ids)
+        if self._figures is not None:
+            figures = self._figures
+            return Usage(figures.input_tokens, figures.cached_tokens, output_tokens, figures.cu_seconds)
+        if self.accepted is None:
+            return Usage()
+        return Usage(self.accepted.prompt_tokens, self.accepted.cached_tokens, output_tokens, 0.0)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Take one event at `now_s` and return what is to be done, in order. After the end: nothing."""
@@ -369,7 +376,7 @@ class Session:
             self.phase = Phase.ENDED
             first_s = now_s if math.isnan(self._first_token_s) else self._first_token_s
             figures = self._figures if isinstance(self._figures, Done) else None
-            self._effects.append(Finish(self._finish_reason, self._usage(), first_s, figures, self._stop))
+            self._effects.append(Finish(self._finish_reason, self.usage, first_s, figures, self._stop))
 
     def _try_elsewhere(self, error: GridError, outcome: str, now_s: float) -> None:
         """Before anything was accepted: place again without this unit, or end with `error`."""
@@ -395,13 +402,13 @@ class Session:
         self._flush()
         self._settle(outcome, now_s)
         self.phase = Phase.ENDED
-        self._effects.append(Fail(error, self._usage()))
+        self._effects.append(Fail(error, self.usage))
 
     def _settle(self, outcome: str, now_s: float) -> None:
         placed, self._placed = self._placed, None
         if placed is None:
             return
-        usage = self._usage()
+        usage = self.usage
         ttft_s = self._first_token_s - self._placed_s if self.emitted_ids else 0.0
         self._effects.append(
             Settle(
@@ -413,16 +420,6 @@ class Session:
                 (now_s - self._placed_s) * 1000,
             )
         )
-
-    def _usage(self) -> Usage:
-        """What the unit said, but never more output than was received: a stop string ends the charge."""
-        output_tokens = len(self.emitted_ids)
-        if self._figures is not None:
-            figures = self._figures
-            return Usage(figures.input_tokens, figures.cached_tokens, output_tokens, figures.cu_seconds)
-        if self.accepted is None:
-            return Usage()
-        return Usage(self.accepted.prompt_tokens, self.accepted.cached_tokens, output_tokens, 0.0)
 
     _HANDLERS: ClassVar[dict[type, Callable[[Session, Any, float], None]]] = {
         Placed: _on_placed,
