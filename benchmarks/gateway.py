@@ -41,8 +41,7 @@ HERE = Path(__file__).resolve().parent
 sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 
 from gateway.launch import CellInfo, cell_paths, down, up  # noqa: E402
-from gateway.services import LINK_KEY_FILE  # noqa: E402
-from gateway.trust.keyfiles import secret_path  # noqa: E402
+from gateway.trust.keyfiles import LINK_KEY_FILE, secret_path  # noqa: E402
 from grid.config import Config  # noqa: E402
 from grid.hardware import catalogue  # noqa: E402
 from grid.wire.link import Link, dial  # noqa: E402

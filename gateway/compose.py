@@ -18,7 +18,7 @@ import ray
 from ray import serve
 
 from gateway.knowledge.sources.embedded import VectorsActor
-from gateway.replica import ON_HEAD, build_deployment
+from gateway.replica import NAMESPACE, ON_HEAD, build_deployment
 from gateway.state import open_redis
 from gateway.trust.tenants import Tenants
 from grid import heap
@@ -28,7 +28,6 @@ from grid.ray_figures import RayFigures
 from grid.units.supervisor import SupervisorActor
 from placement.actor import PlacementActor
 
-NAMESPACE = "zerogrid"
 SERVE_APP = "gateway"
 UNITS_TIMEOUT_S = 600.0
 """A large model on a cold disk takes minutes to load; after this the start is called failed."""

@@ -29,7 +29,7 @@ from gateway.processes import end, is_alive, pss_bytes, tail
 from gateway.proxy import check_tls, serve_environment
 from gateway.ray_head import Head, on_loopback, start
 from gateway.redis_server import EmbeddedRedis
-from gateway.trust.keyfiles import read_or_make_secret, secret_path
+from gateway.trust.keyfiles import LINK_KEY_FILE, read_or_make_secret, secret_path
 from grid.config import Config
 from grid.errors import Conflict, GridError, InternalError, InvalidRequest
 
@@ -41,8 +41,6 @@ COMPOSE_TIMEOUT_S = 900.0
 """The first start prepares model weights and compiles; a later one takes well under a minute."""
 STOP_TIMEOUT_S = 30.0
 RAY_TOKEN_BYTES = 32
-LINK_KEY_FILE = "link.key"
-"""What peers of the cell prove to each other that they know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ def up(config: Config, *, wait: bool = True, progress: Progress = lambda _line: 
                 units=outcome.get("units", []),
                 seconds=round(time.monotonic() - started_at, 1),
             )
-            _write_record(paths, info, head, redis)
+            _write_record(paths, info, head)
         except BaseException:
             progress("stopping what was started")
             if redis is not None:
@@ -344,17 +342,11 @@ def _read_record(paths: Paths) -> dict[str, Any] | None:
     return record
 
 
-def _write_record(
-    paths: Paths,
-    info: CellInfo,
-    head: Head,
-    redis: EmbeddedRedis | None,
-) -> None:
+def _write_record(paths: Paths, info: CellInfo, head: Head) -> None:
     record = {
         "info": {**info.as_dict(), "operator_key": None, "tenant_key": None},
         "address": head.address,
         "ray": {"pid": head.pid, "created": psutil.Process(head.pid).create_time()},
-        "embedded_redis": redis is not None,
     }
     paths.record.write_text(json.dumps(record, indent=1))
 

@@ -9,6 +9,12 @@ from typing import Any
 from gateway.pipeline.contract import Contract
 
 
+def tenant_key(tenant_id: str, what: str) -> str:
+    """Return the key of Redis of something that is a tenant's own. All such keys are made here, so that no
+    tenant's call ever names another's."""
+    return f"zg:{{{tenant_id}}}:{what}"
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """Who calls. `salt` separates the tenant's prefix caches from every other's."""

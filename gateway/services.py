@@ -23,7 +23,7 @@ from gateway.pipeline.deployer import Deployer
 from gateway.pipeline.registry import Registry
 from gateway.pipeline.runner import Runner
 from gateway.state import open_redis
-from gateway.trust.keyfiles import read_secret, secret_path
+from gateway.trust.keyfiles import LINK_KEY_FILE, read_secret, secret_path
 from gateway.trust.tenants import Tenants
 from grid.config import Config
 from grid.tracing.exporter import ExportingTracer, open_tracer
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Resolve = Callable[[], Awaitable[tuple[str, int]]]
 
-LINK_KEY_FILE = "link.key"
 ROLE = "gateway"
 
 

@@ -21,7 +21,7 @@ from gateway.trust.keyfiles import read_secret, secret_path
 from grid.config import Config
 from grid.errors import InternalError, Rejected
 
-__all__ = ["EmbeddedRedis", "Lease", "open_redis", "run_script", "state_errors"]
+__all__ = ["EmbeddedRedis", "Lease", "as_bytes", "open_redis", "run_script", "state_errors"]
 
 SCHEMA_VERSION = 1
 """Raised when a release stores something that the release before it can't read."""
@@ -110,6 +110,11 @@ async def run_script(client: Redis, script: str, keys: list[str], args: list[str
     """Run a Lua script, atomically; the server keeps it by its hash, so only the first call carries it."""
     with state_errors():
         return await cast(Awaitable[Any], client.register_script(script)(keys=keys, args=args))
+
+
+def as_bytes(value: bytes | str) -> bytes:
+    """Return what Redis answered as bytes; its client's types allow text, too."""
+    return value if isinstance(value, bytes) else value.encode()
 
 
 _RENEW = """

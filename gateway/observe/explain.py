@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.observe.story import CELLS_OWN, RunStory, Story, outcome_of
 from gateway.pipeline.events import StepTiming
+from gateway.records import tenant_key
 from grid.errors import GridError
 from grid.words import Candidate, Decision, Precision, Usage
 
@@ -110,7 +111,7 @@ def _error(error: GridError | None) -> _Error | None:
 
 
 def explanation_key(tenant_id: str, request_id: str) -> str:
-    return f"zg:{{{tenant_id}}}:request:{request_id}"
+    return tenant_key(tenant_id, f"request:{request_id}")
 
 
 def explanation(stored: bytes) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from gateway.observe.ledger import (
     PACE_BLOCK_S,
     STEP_SLOT_S,
 )
-from gateway.observe.totals import MICRO, TOTALS, Sums
-from gateway.pipeline.tables import as_bytes
-from gateway.state import state_errors
+from gateway.observe.totals import MICRO, TOTALS, Sums, add_sums
+from gateway.records import tenant_key
+from gateway.state import as_bytes, state_errors
 from grid.errors import NotFound
 
 WINDOW_S = 60
@@ -125,7 +125,7 @@ class Figures:
         now = self._clock()
         first = int(now - WINDOW_S) // LIVE_SLOT_S
         slots = range(first, int(now) // LIVE_SLOT_S + 1)
-        name = f"zg:{{{tenant_id}}}:live:{pipeline_id or ALL}"
+        name = tenant_key(tenant_id, f"live:{pipeline_id or ALL}")
         sums = _added(await self._hashes([f"{name}:{slot}" for slot in slots]))
         return Window(
             covered_s=now - first * LIVE_SLOT_S,
@@ -144,7 +144,7 @@ class Figures:
     async def burst(self, tenant_id: str, pipeline_id: str = "") -> bool:
         """Say whether calls come much faster than they did over the ten minutes before."""
         now = self._clock()
-        name = f"zg:{{{tenant_id}}}:pace:{pipeline_id or ALL}"
+        name = tenant_key(tenant_id, f"pace:{pipeline_id or ALL}")
         oldest = int(now - BASELINE_S - BURST_S) // PACE_BLOCK_S
         blocks = range(oldest, int(now) // PACE_BLOCK_S + 1)
         calls = _added(await self._hashes([f"{name}:{block}" for block in blocks]))
@@ -154,7 +154,7 @@ class Figures:
         """Return the figures of a revision's steps over the last hour, by step id."""
         now = int(self._clock())
         slots = range((now - STEP_WINDOW_S) // STEP_SLOT_S, now // STEP_SLOT_S + 1)
-        name = f"zg:{{{tenant_id}}}:steps:{pipeline_id}:{revision}"
+        name = tenant_key(tenant_id, f"steps:{pipeline_id}:{revision}")
         sums = _added(await self._hashes([f"{name}:{slot}" for slot in slots]))
         found = {}
         for step_id in {name.rpartition(":")[0] for name in sums}:
@@ -173,15 +173,14 @@ class Figures:
     ) -> list[UsageHour]:
         """Return what was used in the hours that lie in [since, until), oldest first."""
         days = [f"{since + timedelta(days=n):%Y%m%d}" for n in range((until.date() - since.date()).days + 1)]
-        tenant = f"zg:{{{tenant_id}}}"
         if pipeline_id:
             used: Sequence[Iterable[bytes]] = [[pipeline_id.encode()]] * len(days)
         else:
-            used = await self._all("SMEMBERS", [f"{tenant}:used:{day}" for day in days])
+            used = await self._all("SMEMBERS", [tenant_key(tenant_id, f"used:{day}") for day in days])
         asked = [
             (day, name.decode()) for day, names in zip(days, used, strict=True) for name in sorted(names)
         ]
-        hashes = await self._hashes([f"{tenant}:usage:{name}:{day}" for day, name in asked])
+        hashes = await self._hashes([tenant_key(tenant_id, f"usage:{name}:{day}") for day, name in asked])
         hours: dict[tuple[datetime, str], UsageHour] = {}
         for (day, name), sums in zip(asked, hashes, strict=True):
             for field_name, count in sums.items():
@@ -237,8 +236,7 @@ def is_burst(calls: dict[int, int], now: float) -> bool:
 def _added(hashes: Iterable[Sums]) -> Sums:
     sums: Sums = {}
     for found in hashes:
-        for name, count in found.items():
-            sums[name] = sums.get(name, 0) + count
+        add_sums(sums, found)
     return sums
 
 

@@ -20,11 +20,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import NamedTuple
 
 from gateway.observe.histogram import bucket
 from gateway.observe.story import Outcome, Story
-from gateway.observe.totals import TOTALS, Sums, Totals, Work
+from gateway.observe.totals import TOTALS, Sums, Totals, Work, add_sums
+from gateway.records import tenant_key
 from grid.words import Usage
 
 LIVE_SLOT_S = 5
@@ -59,7 +61,7 @@ class Batch:
     members: dict[Hash, set[str]] = field(default_factory=dict)
 
     def add(self, to: Hash, fields: Mapping[str, int]) -> None:
-        _add(self.sums.setdefault(to, {}), fields)
+        add_sums(self.sums.setdefault(to, {}), fields)
 
 
 class _At(NamedTuple):
@@ -84,9 +86,8 @@ class _Calls:
     work: Work = field(default_factory=Work)
 
     def merge(self, other: _Calls) -> None:
-        _add(self.outcomes, other.outcomes)
-        for index, count in other.times.items():
-            self.times[index] += count
+        add_sums(self.outcomes, other.outcomes)
+        add_sums(self.times, other.times)
         for name, count in other.work.sums().items():
             setattr(self.work, name, getattr(self.work, name) + count)
 
@@ -135,7 +136,7 @@ class Ledger:
         late = Usage(cu_seconds=cu_seconds)
         if calls is not None:
             calls.work.add(late)
-            self._totals.models[model].work.add(late)
+            self._totals.charge(model, late)
 
     def take(self, most: int) -> Batch | None:
         """Take up to `most` series of each kind out; None when nothing waits."""
@@ -144,7 +145,7 @@ class Ledger:
             self._spread(at, self._calls.pop(at), batch)
         for steps_at in list(self._steps)[:most]:
             tenant_id, pipeline, revision, slot = steps_at
-            name = f"zg:{{{tenant_id}}}:steps:{pipeline}:{revision}:{slot}"
+            name = tenant_key(tenant_id, f"steps:{pipeline}:{revision}:{slot}")
             batch.add(Hash(name, STEP_KEPT_S), _step_sums(self._steps.pop(steps_at)))
         if totals := self._totals.sums():
             batch.add(Hash(TOTALS, 0), totals)
@@ -152,19 +153,19 @@ class Ledger:
         return batch if batch.sums else None
 
     def _spread(self, at: _At, calls: _Calls, batch: Batch) -> None:
-        tenant, at_s = f"zg:{{{at.tenant_id}}}:", at.slot * LIVE_SLOT_S
+        of_tenant, at_s = partial(tenant_key, at.tenant_id), at.slot * LIVE_SLOT_S
         count, work = sum(calls.outcomes.values()), calls.work.sums()
         live = {"calls": count, **{str(name): n for name, n in calls.outcomes.items()}, **work}
         live |= {f"ms{index}": n for index, n in calls.times.items()}
         for pipeline in (at.pipeline, ALL):
-            batch.add(Hash(f"{tenant}live:{pipeline}:{at.slot}", LIVE_KEPT_S), live)
-            pace = Hash(f"{tenant}pace:{pipeline}:{at_s // PACE_BLOCK_S}", PACE_KEPT_S)
+            batch.add(Hash(of_tenant(f"live:{pipeline}:{at.slot}"), LIVE_KEPT_S), live)
+            pace = Hash(of_tenant(f"pace:{pipeline}:{at_s // PACE_BLOCK_S}"), PACE_KEPT_S)
             batch.add(pace, {str(at.slot): count})
         moment = datetime.fromtimestamp(at_s, UTC)
         day = f"{moment:%Y%m%d}"
         hourly = {f"{moment:%H}:{name}": n for name, n in (("calls", count), *work.items())}
-        batch.add(Hash(f"{tenant}usage:{at.pipeline}:{day}", self._usage_kept_s), hourly)
-        used = Hash(f"{tenant}used:{day}", self._usage_kept_s)
+        batch.add(Hash(of_tenant(f"usage:{at.pipeline}:{day}"), self._usage_kept_s), hourly)
+        used = Hash(of_tenant(f"used:{day}"), self._usage_kept_s)
         batch.members.setdefault(used, set()).add(at.pipeline)
 
     def _series(self, tenant_id: str, pipeline: str, at: int) -> _Calls | None:
@@ -216,8 +217,3 @@ def _step_sums(steps: Mapping[str, _Step]) -> Sums:
         counts |= {f"ms{index}": count for index, count in step.times.items()}
         sums |= {f"{step_id}:{name}": count for name, count in counts.items() if count}
     return sums
-
-
-def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:
-    for name, count in more.items():
-        sums[name] = sums.get(name, 0) + count

@@ -27,6 +27,7 @@ from redis.exceptions import RedisError
 from gateway.observe.explain import explanation_key, told
 from gateway.observe.ledger import HOUR_S, Batch, Ledger
 from gateway.observe.story import Story
+from gateway.records import tenant_key
 from gateway.state import run_script
 from grid.config import Config
 from grid.errors import GridError
@@ -208,5 +209,5 @@ def encoded(number: int, batch: Batch | None, stories: list[Story]) -> _Sending:
     explanations: list[str | bytes] = []
     for story in stories:
         key = explanation_key(story.tenant_id, story.request_id)
-        explanations += (key, f"zg:{{{story.tenant_id}}}:requests", told(story))
+        explanations += (key, tenant_key(story.tenant_id, "requests"), told(story))
     return _Sending(number, orjson.dumps(sums), orjson.dumps(members), tuple(explanations))

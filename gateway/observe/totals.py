@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from gateway.observe.story import Outcome, Story
 from grid.words import Usage
@@ -25,6 +27,7 @@ TOKENS = tuple(float(4**power) for power in range(11))
 """Its buckets of `gen_ai.client.token.usage`, up to a million; no model reads more."""
 
 Sums = dict[str, int]
+Name = TypeVar("Name", str, int)
 
 
 @dataclass(slots=True)
@@ -82,9 +85,13 @@ class _Model:
     outputs: _Histogram = field(default_factory=lambda: _Histogram(TOKENS))
 
 
-class Totals:
-    """Labels are of the configuration and of this code, never of a caller, so their number is bounded."""
+def add_sums(sums: dict[Name, int], more: Mapping[Name, int]) -> None:
+    """Add `more` to `sums`, name by name."""
+    for name, count in more.items():
+        sums[name] = sums.get(name, 0) + count
 
+
+class Totals:
     def __init__(self) -> None:
         self.routes: dict[tuple[str, str], _Route] = defaultdict(_Route)
         self.models: dict[str, _Model] = defaultdict(_Model)
@@ -113,6 +120,10 @@ class Totals:
                 model.ttft.add(run.ttft_ms / 1000)
             if tokens > 1 and run.steps:
                 model.token.add(run.steps[-1].timing.decode_ms / (tokens - 1) / 1000)
+
+    def charge(self, model: str, usage: Usage) -> None:
+        """Add work of a call that was added before."""
+        self.models[model].work.add(usage)
 
     def sums(self) -> Sums:
         sums = {f"errors|{route}|{code}": count for (route, code), count in self.errors.items()}

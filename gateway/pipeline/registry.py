@@ -26,9 +26,9 @@ from redis.asyncio import Redis
 
 from gateway.pipeline.contract import Contract
 from gateway.pipeline.stored import age_of, load_pipeline, load_source, store_pipeline, store_source
-from gateway.pipeline.tables import FIRST_REVISION, Made, Swapped, Table, Tables, as_bytes
+from gateway.pipeline.tables import FIRST_REVISION, Made, Swapped, Table, Tables
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus, Revision
-from gateway.state import state_errors
+from gateway.state import as_bytes, state_errors
 from grid.errors import Conflict, IdempotencyReused, InvalidRequest, NotFound, TooLarge
 from grid.words import new_id
 

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import orjson
 from redis.asyncio import Redis
 
+from gateway.records import tenant_key
 from gateway.remembered import Remembered
-from gateway.state import run_script, state_errors
+from gateway.state import as_bytes, run_script, state_errors
 from grid.errors import Conflict, IdempotencyReused, InvalidRequest, NotFound
 
 IDEMPOTENCY_S = 24 * 3600
@@ -139,7 +140,13 @@ class Tables:
         outcome, detail = await run_script(
             self._redis,
             _CREATE,
-            [key(tenant_id, table.kind), _names(table, tenant_id), made_key, table.unsettled, table.version],
+            [
+                tenant_key(tenant_id, table.kind),
+                _names(table, tenant_id),
+                made_key,
+                table.unsettled,
+                table.version,
+            ],
             [
                 new.record_id,
                 record,
@@ -168,7 +175,7 @@ class Tables:
     async def read(self, table: Table, tenant_id: str, record_id: str) -> bytes:
         """Return a record as it is now. Raises NotFound, for a foreign id too."""
         with state_errors():
-            stored = await self._redis.hget(key(tenant_id, table.kind), record_id)
+            stored = await self._redis.hget(tenant_key(tenant_id, table.kind), record_id)
         if stored is None:
             raise _not_found(table, record_id)
         return as_bytes(stored)
@@ -182,7 +189,7 @@ class Tables:
 
     async def read_all(self, table: Table, tenant_id: str) -> list[bytes]:
         with state_errors():
-            return [as_bytes(stored) for stored in await self._redis.hvals(key(tenant_id, table.kind))]
+            return [as_bytes(stored) for stored in await self._redis.hvals(tenant_key(tenant_id, table.kind))]
 
     async def swap(
         self,
@@ -205,7 +212,7 @@ class Tables:
         outcome, made_from = await run_script(
             self._redis,
             _SWAP,
-            [key(tenant_id, table.kind), table.unsettled, table.version, made_key],
+            [tenant_key(tenant_id, table.kind), table.unsettled, table.version, made_key],
             [
                 *(record_id, old, new, _member(tenant_id, record_id)),
                 *("" if unsettled_revision is None else unsettled_revision, body_hash, IDEMPOTENCY_S),
@@ -221,7 +228,7 @@ class Tables:
         gone = await run_script(
             self._redis,
             _DELETE,
-            [key(tenant_id, table.kind), _names(table, tenant_id), table.unsettled, table.version],
+            [tenant_key(tenant_id, table.kind), _names(table, tenant_id), table.unsettled, table.version],
             [record_id, name, _member(tenant_id, record_id)],
         )
         self._forget(tenant_id)
@@ -240,16 +247,8 @@ class Tables:
         self._recent.forget(lambda key, _: key[0] == tenant_id)
 
 
-def key(tenant_id: str, kind: str) -> str:
-    return f"zg:{{{tenant_id}}}:{kind}"
-
-
-def as_bytes(value: bytes | str) -> bytes:
-    return value if isinstance(value, bytes) else value.encode()
-
-
 def _names(table: Table, tenant_id: str) -> str:
-    return key(tenant_id, f"{table.kind}-names") if table.unique_names else ""
+    return tenant_key(tenant_id, f"{table.kind}-names") if table.unique_names else ""
 
 
 def _member(tenant_id: str, record_id: str) -> str:
@@ -264,7 +263,7 @@ def _made_key(tenant_id: str, what: str, idempotency_key: str) -> str:
         raise InvalidRequest(
             f"an idempotency key has at most {MAX_IDEMPOTENCY_KEY_CHARS} characters", param="idempotency-key"
         )
-    return key(tenant_id, f"made:{what}:{_hash(idempotency_key)}")
+    return tenant_key(tenant_id, f"made:{what}:{_hash(idempotency_key)}")
 
 
 def _body_hash(body: Any) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 from grid.errors import InternalError
 
 SECRETS_FOLDER = "secrets"
+LINK_KEY_FILE = "link.key"
+"""What peers of the cell prove to each other that they know."""
 KEY_BYTES = 32
 """256 bits, the size of the HMAC-SHA256 output that these keys drive."""
 

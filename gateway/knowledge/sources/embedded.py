@@ -15,7 +15,7 @@ from typing import Any
 from gateway.knowledge.filters import AnyTerm, Filter, InRange
 from gateway.knowledge.sources.base import Collection, Hit, Piece, Vectors
 from gateway.knowledge.sources.edge import EdgeFolder, as_rows
-from gateway.trust.keyfiles import read_secret, secret_path
+from gateway.trust.keyfiles import LINK_KEY_FILE, read_secret, secret_path
 from grid.config import Config
 from grid.errors import GridError, InternalError, InvalidRequest, Saturated, UnitLost
 from grid.wire.link import LinkServer, Peer, Reconnecting
@@ -44,7 +44,7 @@ class VectorsActor:
     def __init__(self, config: Config, host: str = "127.0.0.1") -> None:
         self._host = host
         self._path = config.cell.state_dir.expanduser().absolute() / FOLDER
-        self._secret = read_secret(secret_path(config.cell.state_dir, "link.key"))
+        self._secret = read_secret(secret_path(config.cell.state_dir, LINK_KEY_FILE))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vectors")
         self._starting = asyncio.Lock()
         self._folder: EdgeFolder | None = None
