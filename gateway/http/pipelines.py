@@ -21,8 +21,9 @@ from gateway.http.views import GridEvents, whole_answer
 from gateway.observe.figures import StepFigures
 from gateway.pipeline.contract import Contract, Invocation, OneShot, RetrievalStep, overridden, parse
 from gateway.pipeline.forecast import doubts, forecast
-from gateway.pipeline.plan import Plan, check_models, check_sources, plan_invocation, streams
+from gateway.pipeline.plan import Plan, plan_invocation, streams
 from gateway.pipeline.registry import MAX_PAGE
+from gateway.pipeline.resolution import check_models, check_sources
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
 from gateway.trust.residency import check_marks, texts_within
 from grid.errors import InvalidRequest, NoEligibleUnit, NotFound

@@ -20,6 +20,7 @@ from gateway.knowledge.sources.base import Piece, VectorStore
 from gateway.knowledge.splitting import split_text
 from gateway.pipeline.contract import clean_text
 from gateway.pipeline.registry import Registry
+from gateway.pipeline.resolution import stands_for
 from gateway.records import DataSourceRecord, Tenant
 from grid.config import Config
 from grid.errors import InvalidRequest, NotFound
@@ -187,8 +188,7 @@ class Documents:
         return count
 
     def _window(self, name: str) -> int:
-        alias = self._config.aliases.get(name)
-        resolved = name if alias is None else alias.model
+        resolved = stands_for(name, self._config)
         windows = [model.context_tokens for model in self._config.models if model.name == resolved]
         return windows[0] if windows else DEFAULT_WINDOW
 

@@ -24,8 +24,8 @@ from gateway.pipeline.deployment import (
     retrieval_steps,
     transition,
 )
-from gateway.pipeline.plan import check_models, check_sources
 from gateway.pipeline.registry import Registry, Unsettled
+from gateway.pipeline.resolution import check_models, check_sources
 from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
 from gateway.state import Lease
 from grid.config import Config

@@ -6,7 +6,7 @@ embedded otherwise, missing variables, residency. What the cell can't act on bec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.pipeline.contract import (
@@ -16,15 +16,15 @@ from gateway.pipeline.contract import (
     FilterValue,
     GenerationStep,
     Invocation,
-    QueryEmbedding,
     RetrievalStep,
     StreamControl,
     overridden,
 )
+from gateway.pipeline.resolution import check_query_embedding, served
 from gateway.pipeline.variables import Variables
 from gateway.records import DataSourceRecord, Tenant
-from gateway.trust.residency import ANYWHERE, Residency, check_marks
-from grid.config import Config, Model
+from gateway.trust.residency import ANYWHERE, Residency, check_marks, texts_within
+from grid.config import Config
 from grid.errors import Forbidden, InvalidRequest, NotFound
 from grid.words import Message, PlacementRequest, Sampling, Task
 
@@ -81,8 +81,6 @@ class Plan:
     """Residency; empty means anywhere."""
     time_limit_s: float
     """From the start of the run to its end."""
-    stream: bool
-    """How the caller wants the answer, unless the HTTP request says otherwise."""
     warnings: tuple[str, ...]
 
     @property
@@ -128,15 +126,15 @@ def plan_invocation(
     Raises InvalidRequest naming the field, and Forbidden where residency or a location mark is against it.
     """
     assert invocation is None or invocation.inputs is None, "each input has a plan of its own"
-    warnings = _unserved(contract)
+    uses = contract.pipeline.uses
+    warnings = _unserved(contract, uses)
     call = invocation if invocation is not None else Invocation.model_construct()
     values = Variables(call.variables)
     fill = values.filled if invocation is not None else str
     prompts = {step.id: fill(step.system_prompt) for step in contract.pipeline.generations}
     conversation = _conversation(call, values)
     values.check_all_used()
-    _check_marks(residency, (*prompts.values(), *(message.text for message in conversation)), contract)
-    uses = contract.pipeline.uses
+    check_marks(residency, _texts(prompts.values(), conversation, contract))
     steps: list[StepPlan] = []
     for index, step in enumerate(contract.pipeline.steps):
         param, step_id = f"pipeline.steps[{index}]", step.id or ""
@@ -154,7 +152,7 @@ def plan_invocation(
                     overridden(contract.execution_hints, call.execution_hints),
                     overridden(contract.stream_control, call.stream_control),
                     uses=uses[step_id],
-                    model=_served(step.model, config, Task.GENERATE, f"{param}.model").name,
+                    model=served(step.model, config, Task.GENERATE, f"{param}.model"),
                     request_id=request_id,
                     pipeline_id=pipeline_id,
                     tenant=tenant,
@@ -169,7 +167,6 @@ def plan_invocation(
         steps=tuple(steps),
         allowed_regions=residency.allowed_regions,
         time_limit_s=config.gateway.default_deadline_s,
-        stream=streams(contract, call),
         warnings=tuple(warnings),
     )
 
@@ -195,7 +192,7 @@ def plan_chat(
     Raises NotFound (param `model`) for a model that the cell doesn't have, and Forbidden as above.
     """
     try:
-        model = _served(step.model, config, Task.GENERATE, "model").name
+        model = served(step.model, config, Task.GENERATE, "model")
     except InvalidRequest as unknown:
         raise NotFound(unknown.message, param="model") from None
     conversation = tuple(Message(message.role, message.content) for message in messages)
@@ -220,32 +217,8 @@ def plan_chat(
         steps=(answer,),
         allowed_regions=residency.allowed_regions,
         time_limit_s=config.gateway.default_deadline_s,
-        stream=step.stream is not False,
         warnings=(),
     )
-
-
-def check_sources(contract: Contract, sources: Mapping[str, DataSourceRecord], config: Config) -> None:
-    """Raises InvalidRequest, naming the step's field, for a query that can't be embedded as its data source
-    was. `sources` holds those that exist already, by step id."""
-    for index, step in enumerate(contract.pipeline.steps):
-        if not isinstance(step, RetrievalStep) or step.query_embedding is None:
-            continue
-        source = sources.get(step.id or "")
-        if source is not None:
-            param = f"pipeline.steps[{index}].query_embedding"
-            check_query_embedding(step.query_embedding, param, source, config)
-
-
-def check_models(contract: Contract, config: Config) -> None:
-    """Raises InvalidRequest, naming the step's field, for a model that the cell doesn't have."""
-    for index, step in enumerate(contract.pipeline.steps):
-        if isinstance(step, GenerationStep):
-            _served(step.model, config, Task.GENERATE, f"pipeline.steps[{index}].model")
-        elif step.query_embedding is not None:
-            asked = step.query_embedding.model
-            if asked not in config.aliases:
-                _served(asked, config, Task.EMBED, f"pipeline.steps[{index}].query_embedding.model")
 
 
 def prompt_estimate(messages: Sequence[Message]) -> int:
@@ -257,26 +230,6 @@ def estimated_tokens(text: str) -> int:
     """Return about how many tokens `text` has."""
     size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
     return size // BYTES_PER_TOKEN + 1
-
-
-# --- models and sources -----------------------------------------------------------------------
-
-
-def _served(name: str, config: Config, task: Task, param: str) -> Model:
-    """Return the cell's model that `name`, or the alias of that name, stands for."""
-    alias = config.aliases.get(name)
-    target = name if alias is None else alias.model
-    wanted = [model for model in config.models if (model.engine == "embedding") == (task is Task.EMBED)]
-    for model in wanted:
-        if model.name == target:
-            return model
-    kind = "embeds" if task is Task.EMBED else "generates"
-    known = ", ".join([model.name for model in wanted]) or "none"
-    raise InvalidRequest(
-        f"{param}: this cell has no model {name[:128]!r} that {kind}; it has {known}, and the aliases of the "
-        "configuration",
-        param=param,
-    )
 
 
 def _retrieval(
@@ -309,45 +262,7 @@ def _retrieval(
     )
 
 
-def check_query_embedding(
-    asked: QueryEmbedding, param: str, source: DataSourceRecord, config: Config
-) -> list[str]:
-    """Return warnings on how a query of `source` is embedded; raises InvalidRequest where it can't be.
-
-    Queries are embedded as the documents were. Where the grid embedded those, a contract may name another
-    provider's model by an alias, and the alias may say that its vector length is ignored. Vectors that
-    came from elsewhere say nothing of their model but their length, so nothing is overlooked there.
-    """
-    warnings: list[str] = []
-    alias = config.aliases.get(asked.model)
-    generating = {model.name for model in config.models if model.engine != "embedding"}
-    if alias is not None and alias.model in generating and source.grid_embeds:
-        # One alias serves contracts that name a single provider model for both purposes.
-        warnings.append(
-            f"{param}.model: {asked.model!r} stands for a model that generates; the query is embedded with "
-            f"{source.embedding_model!r}, as the data source was"
-        )
-    else:
-        model = _served(asked.model, config, Task.EMBED, f"{param}.model")
-        own = config.aliases.get(source.embedding_model)
-        if model.name != (own.model if own is not None else source.embedding_model):
-            raise InvalidRequest(
-                f"{param}.model: the data source was embedded with {source.embedding_model!r}, not with "
-                f"{model.name!r}; name that model, or fill a data source with the other one",
-                param=f"{param}.model",
-            )
-    # A source without documents may not know its length yet.
-    if asked.dimension is None or source.dimension in (0, asked.dimension):
-        return warnings
-    mismatch = (
-        f"{param}.dimension: is {asked.dimension}, but the data source's vectors have {source.dimension}"
-    )
-    if alias is None or not alias.ignore_dimension or not source.grid_embeds:
-        raise InvalidRequest(f"{mismatch}; give that, or leave it out", param=f"{param}.dimension")
-    return [*warnings, f"{mismatch}; ignored, as the alias {asked.model!r} asks for"]
-
-
-def _unserved(contract: Contract) -> list[str]:
+def _unserved(contract: Contract, uses: Mapping[str, frozenset[str]]) -> list[str]:
     """Return a warning for each part of the contract that this cell can't act on."""
     warnings = []
     if contract.cache_strategy.type != "none":
@@ -363,7 +278,7 @@ def _unserved(contract: Contract) -> list[str]:
             if name in contract.model_fields_set
         ]
     else:
-        used = frozenset[str]().union(*contract.pipeline.uses.values())
+        used = frozenset[str]().union(*uses.values())
         warnings += [
             f"pipeline.steps[{index}]: no step uses what {step.id!r} finds"
             for index, step in enumerate(contract.pipeline.steps[:-1])
@@ -394,13 +309,13 @@ def _with_system(system_prompt: str, conversation: tuple[Message, ...]) -> tuple
     return (Message("system", text), *rest) if text else rest
 
 
-def _check_marks(residency: Residency, prompts: Sequence[str], contract: Contract) -> None:
-    texts = [*prompts]
+def _texts(prompts: Iterable[str], conversation: Sequence[Message], contract: Contract) -> Iterator[str]:
+    """Yield all that may carry a location mark; a filter's condition is one as `name:word`."""
+    yield from prompts
+    for message in conversation:
+        yield message.text
     for step in contract.pipeline.retrievals:
-        for name, value in step.filter.items():
-            values = value if isinstance(value, tuple | list) else (value,)
-            texts += [f"{name}:{word}" for word in values if isinstance(word, str)]
-    check_marks(residency, texts)
+        yield from texts_within(step.filter)
 
 
 def _generation(

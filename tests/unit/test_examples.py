@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.pipeline.contract import Contract, parse
-from gateway.pipeline.plan import check_models
+from gateway.pipeline.resolution import check_models
 from grid.config import Config
 
 FOLDER = Path(__file__).parents[2] / "examples" / "contracts"

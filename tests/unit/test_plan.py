@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gateway.pipeline.contract import MAX_TEXT_CHARS, ChatMessage, Contract, GenerationStep, Invocation, parse
-from gateway.pipeline.plan import Plan, check_models, plan_chat, plan_invocation
+from gateway.pipeline.plan import Plan, plan_chat, plan_invocation, streams
+from gateway.pipeline.resolution import check_models
 from gateway.records import DataSourceRecord, Tenant
 from gateway.trust.residency import ANYWHERE, Residency, parse_rule
 from grid.config import Config
@@ -103,7 +104,9 @@ def test_a_generation_becomes_a_placement_request() -> None:
 def test_the_call_decides_how_it_is_answered(
     step: dict[str, Any], call: dict[str, Any], expected: bool
 ) -> None:
-    assert plan({**GENERATION, **step}, call=call).stream is expected
+    contract = parse(Contract, json.dumps({"pipeline": {"steps": [{**GENERATION, **step}]}}).encode())
+    invocation = parse(Invocation, json.dumps({"input": "How?", **call}).encode())
+    assert streams(contract, invocation) is expected
 
 
 def test_one_system_message_leads() -> None:
@@ -266,6 +269,7 @@ def test_residency_reaches_placement_and_sources() -> None:
         [{**GENERATION, "system_prompt": "region:US"}],
         [{**RETRIEVAL, "filter": {"region": "US"}}, GENERATION],
         [{**RETRIEVAL, "filter": {"region": ["DE", "US"]}}, GENERATION],
+        [{**RETRIEVAL, "filter": {"region": " US "}}, GENERATION],
     ],
 )
 def test_marks_in_the_contract_are_seen(steps: list[dict[str, Any]]) -> None:
