@@ -23,7 +23,8 @@ from gateway.http.exchange import MAX_CLIENT_ID_CHARS
 from gateway.http.messages import CountRequest, MessagesRequest
 from gateway.http.operations import DrainOrder, NewKey
 from gateway.http.versions import ALIAS, CURRENT, HEADER, MESSAGES_API, MESSAGES_PREFIX, VERSIONS
-from gateway.pipeline.contract import Contract, Invocation, OneShot
+from gateway.pipeline.contract import Contract
+from gateway.pipeline.invocation import Invocation, OneShot
 
 DESCRIPTION = """\
 Declare an AI pipeline as data and call it. Send your key as `x-api-key` or `Authorization: Bearer`.

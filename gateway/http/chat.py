@@ -8,16 +8,15 @@ from pydantic import Field
 
 from gateway.http.honoured import Neutral, PartedText, refuse_unhonoured
 from gateway.pipeline.contract import (
-    MAX_MESSAGES,
     MAX_OUTPUT_TOKENS,
     MAX_PENALTY,
     MAX_SEED,
     MAX_TEMPERATURE,
-    ChatMessage,
     Name,
     Part,
     Stops,
 )
+from gateway.pipeline.invocation import MAX_MESSAGES, ChatMessage
 from grid.errors import InvalidRequest
 
 SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop")

@@ -9,7 +9,8 @@ from typing import Any
 
 from gateway.http.call import Call
 from gateway.http.pipelines import plan_of, to_run
-from gateway.pipeline.contract import ChatMessage, Contract, GenerationStep, Invocation
+from gateway.pipeline.contract import Contract, GenerationStep
+from gateway.pipeline.invocation import ChatMessage, Invocation
 from gateway.pipeline.plan import Plan, plan_chat
 from gateway.records import PipelineRecord
 from grid.errors import InvalidRequest, NotFound

@@ -8,16 +8,15 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from gateway.http.honoured import PARTED_SCHEMA, Neutral, PartedText, joined_text, refuse_unhonoured
 from gateway.pipeline.contract import (
-    MAX_MESSAGES,
     MAX_OUTPUT_TOKENS,
     MAX_SAMPLING_TOP_K,
     MAX_STOPS,
-    ChatMessage,
     Name,
     Part,
     Stop,
     SystemPrompt,
 )
+from gateway.pipeline.invocation import MAX_MESSAGES, ChatMessage
 from grid.errors import InvalidRequest
 
 MAX_TEMPERATURE = 1.0

@@ -19,8 +19,9 @@ from gateway.http.runs import region_header, streamed, whole
 from gateway.http.shapes import Deleted, PipelineList, PipelineView, PlanView
 from gateway.http.views import GridEvents, whole_answer
 from gateway.observe.figures import StepFigures
-from gateway.pipeline.contract import Contract, Invocation, OneShot, RetrievalStep, overridden, parse
+from gateway.pipeline.contract import Contract, RetrievalStep, parse
 from gateway.pipeline.forecast import doubts, forecast
+from gateway.pipeline.invocation import Invocation, OneShot, overridden
 from gateway.pipeline.plan import Plan, plan_invocation, streams
 from gateway.pipeline.registry import MAX_PAGE
 from gateway.pipeline.resolution import check_models, check_sources

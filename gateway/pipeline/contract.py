@@ -1,18 +1,12 @@
 """The contract: what a caller may declare, as frozen typed objects. Parsed once, here, at the edge.
 
-A contract is data; it names steps and never says how to run them. Text hygiene happens while parsing, so
-nothing later counts, hashes or tokenises text that was not cleaned. Errors become `InvalidRequest` in
-`refusals.py`; `parse` is the one door.
-
-Variables: `{{name}}` in a `system_prompt` always stands for the call's variable of that name. In `input`
-it does so only when the call carries `variables`, so that end users may type braces; chat messages are
-taken literally. A value is put in as it is and never expanded again. A placeholder without a value, and
-a variable that no text uses, are errors that name it.
+A contract is data; it names steps and never says how to run them. What a call brings to it is parsed in
+`invocation.py`. Text hygiene happens while parsing, so nothing later counts, hashes or tokenises text that
+was not cleaned. Errors become `InvalidRequest` in `refusals.py`; `parse` is the one door.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -20,9 +14,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     WithJsonSchema,
     field_validator,
@@ -30,7 +22,7 @@ from pydantic import (
 )
 
 from gateway.knowledge.filters import parse_filter
-from gateway.pipeline.refusals import check_size, cut, misfit, refusal
+from gateway.pipeline.refusals import check_size, misfit, refusal
 from grid.errors import InvalidRequest
 from grid.words import Precision
 
@@ -45,10 +37,6 @@ MAX_DESCRIPTION_CHARS = 2_000
 MAX_TEXT_CHARS = 2_000_000
 """About 500,000 tokens, beyond every served context: a longer prompt is refused by its unit with the
 counts, and this bound only keeps absurd ones off the link."""
-MAX_MESSAGES = 1_000
-"""Longer conversations exceed every served context anyway."""
-MAX_INPUTS = 256
-"""Of one call: minutes of a small cell's work, with every outcome kept until the last is there."""
 MAX_OUTPUT_TOKENS = 131_072
 """The longest answer that a served model family can produce."""
 DEFAULT_OUTPUT_TOKENS = 512
@@ -72,7 +60,6 @@ MAX_TOP_K = 100
 DEFAULT_TOP_K = 5
 MAX_DIMENSION = 65_536
 """The largest vector that the stores take."""
-MAX_VARIABLES = 64
 MAX_REGIONS = 16
 """Preferred regions are an order for one request, not a fleet map."""
 MAX_AVOIDED_MODELS = 64
@@ -87,10 +74,7 @@ DEFAULT_CHUNK_LATENCY_MS = 200
 MAX_TTL_SECONDS = 30 * 24 * 3_600
 """A cached answer older than a month is stale for every use seen."""
 
-INPUTS = ("input", "messages", "inputs")
-"""The fields that say what to answer; a call has one of them."""
 STEP_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
-VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")
 REGION = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 
 
@@ -122,32 +106,6 @@ def _filter(value: Any) -> dict[str, FilterValue]:
     return {key: tuple(given) if isinstance(given, list) else given for key, given in value.items()}
 
 
-def _variables(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ValueError('must be an object of values by name, such as {"product": "Acme Router"}')
-    if len(value) > MAX_VARIABLES:
-        raise ValueError(f"holds at most {MAX_VARIABLES} variables, not {len(value)}")
-    texts: dict[str, str] = {}
-    for name, given in value.items():
-        if not isinstance(name, str) or not VARIABLE_NAME.match(name):
-            raise ValueError(
-                f"{cut(str(name))!r} is no variable name: letters, digits and _, not starting with a digit"
-            )
-        if isinstance(given, bool):
-            texts[name] = "true" if given else "false"
-        elif isinstance(given, int | float):
-            texts[name] = str(given)
-        elif isinstance(given, str):
-            texts[name] = clean_text(given)
-        else:
-            raise ValueError(f"the value of {cut(name)!r} must be text, a number, true or false")
-        if len(texts[name]) > MAX_TEXT_CHARS:
-            raise ValueError(f"the value of {cut(name)!r} has more than {MAX_TEXT_CHARS} characters")
-    return texts
-
-
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 StepId = Annotated[str, Field(pattern=STEP_ID)]
 RegionName = Annotated[str, Field(pattern=REGION)]
@@ -164,19 +122,6 @@ Stops = Annotated[
     ),
 ]
 """One string stands for a list of one."""
-Values = Annotated[
-    dict[str, str],
-    BeforeValidator(_variables),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "propertyNames": {"pattern": VARIABLE_NAME.pattern},
-            "additionalProperties": {"type": ["string", "number", "boolean"]},
-            "maxProperties": MAX_VARIABLES,
-        }
-    ),
-]
-"""By name; numbers, true and false become text."""
 
 
 class Part(BaseModel):
@@ -371,127 +316,6 @@ class Contract(Part):
     execution_hints: ExecutionHints = ExecutionHints()
     stream_control: StreamControl = StreamControl()
     cache_strategy: CacheStrategy = CacheStrategy()
-
-
-class ChatMessage(Part):
-    role: Literal["system", "user", "assistant"]
-    content: Text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _strip_system(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("role") == "system" and isinstance(data.get("content"), str):
-            return {**data, "content": clean_system_prompt(data["content"])}
-        return data
-
-
-def _user_last(turns: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    if turns and turns[-1].role != "user":
-        raise ValueError(f"the last message must be the user's, not the {turns[-1].role}'s")
-    return turns
-
-
-def _kind_of_input(given: Any) -> str:
-    return "chat" if isinstance(given, list | tuple) else "text"
-
-
-Conversation = Annotated[
-    tuple[ChatMessage, ...],
-    Field(min_length=1, max_length=MAX_MESSAGES, strict=False, fail_fast=True),
-    AfterValidator(_user_last),
-]
-"""Turns of which the last is the user's."""
-Input = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[Conversation, Tag("chat")], Discriminator(_kind_of_input)
-]
-
-
-class Asked(Part):
-    """What every call may say: the input, and how it wants the answer."""
-
-    input: Text | None = None
-    messages: Conversation | None = None
-    """A conversation whose last turn is the user's."""
-    inputs: tuple[Input, ...] | None = Field(
-        None, min_length=1, max_length=MAX_INPUTS, strict=False, fail_fast=True
-    )
-    """Texts and conversations, each run by itself; the outcomes come in the same order."""
-    variables: Values | None = None
-    stream: bool | None = None
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _text_alone(cls, value: Any) -> Any:
-        if isinstance(value, list):
-            raise ValueError("is one text; a conversation goes in `messages`, several inputs in `inputs`")
-        return value
-
-    @model_validator(mode="after")
-    def _one_input(self) -> Self:
-        given = [name for name in INPUTS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise misfit((given[1],), f"give `{given[0]}` or `{given[1]}`, not both")
-        return self
-
-    @property
-    def has_input(self) -> bool:
-        return any(getattr(self, name) is not None for name in INPUTS)
-
-
-class Invocation(Asked):
-    """The body of an invoke or dry-run call."""
-
-    execution_hints: ExecutionHints | None = None
-    """Fields given here replace the contract's, one by one."""
-    stream_control: StreamControl | None = None
-    """Fields given here replace the contract's, one by one."""
-
-    @model_validator(mode="after")
-    def _some_input(self) -> Self:
-        if not self.has_input:
-            raise misfit(
-                ("input",), "is missing: give the text to answer, chat `messages`, or a list `inputs`"
-            )
-        return self
-
-    def each(self) -> tuple[Invocation, ...]:
-        """Return one invocation for each of `inputs`."""
-        return tuple(
-            self.model_copy(update={"inputs": None, "input" if isinstance(given, str) else "messages": given})
-            for given in self.inputs or ()
-        )
-
-
-Made = TypeVar("Made", bound=BaseModel)
-
-
-def _part_of(whole: BaseModel, made: type[Made], fields: type[BaseModel]) -> Made:
-    """Return the `made` that the `fields` of an already validated `whole` give."""
-    values = {name: getattr(whole, name) for name in fields.model_fields}
-    return made.model_construct(_fields_set=whole.model_fields_set & values.keys(), **values)
-
-
-class OneShot(Contract, Asked):
-    """A contract and, where it should run at once, its input, in one body."""
-
-    @property
-    def contract(self) -> Contract:
-        return _part_of(self, Contract, Contract)
-
-    @property
-    def invocation(self) -> Invocation | None:
-        """The call to make; None where there is nothing to run."""
-        return _part_of(self, Invocation, Asked) if self.has_input else None
-
-
-Overridable = TypeVar("Overridable", ExecutionHints, StreamControl)
-
-
-def overridden(base: Overridable, override: Overridable | None) -> Overridable:
-    """Return `base` with the fields that `override` sets itself."""
-    if override is None or not override.model_fields_set:
-        return base
-    return base.model_copy(update={name: getattr(override, name) for name in override.model_fields_set})
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)

@@ -10,16 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.pipeline.contract import (
-    ChatMessage,
     Contract,
     ExecutionHints,
     FilterValue,
     GenerationStep,
-    Invocation,
     RetrievalStep,
     StreamControl,
-    overridden,
 )
+from gateway.pipeline.invocation import ChatMessage, Invocation, overridden
 from gateway.pipeline.resolution import check_query_embedding, served
 from gateway.pipeline.variables import Variables
 from gateway.records import DataSourceRecord, Tenant

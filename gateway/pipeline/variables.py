@@ -1,4 +1,4 @@
-"""Placeholders in prompts and the variables of a call. Pure. `contract.py` says where they mean something."""
+"""Placeholders in prompts and the variables of a call. Pure. `invocation.py` says where they mean what."""
 
 from __future__ import annotations
 

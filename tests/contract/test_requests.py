@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.shared import contract_folder
 
-from gateway.pipeline.contract import Contract, Invocation, OneShot, Part, parse
+from gateway.pipeline.contract import Contract, Part, parse
+from gateway.pipeline.invocation import Invocation, OneShot
 
 REQUESTS = contract_folder()
 ROUTES: dict[str, type[Part]] = {

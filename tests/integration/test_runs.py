@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
-from gateway.pipeline.contract import ChatMessage, GenerationStep, StreamControl
+from gateway.pipeline.contract import GenerationStep, StreamControl
 from gateway.pipeline.events import Chunk, Finished, RunEvent, RunFailed, Started
+from gateway.pipeline.invocation import ChatMessage
 from gateway.pipeline.plan import Plan, plan_chat
 from gateway.pipeline.runner import Runner
 from gateway.records import Tenant

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
-from gateway.pipeline.contract import Contract, Invocation, parse
+from gateway.pipeline.contract import Contract, parse
 from gateway.pipeline.events import RunEvent, StepPlacement, StepTiming
+from gateway.pipeline.invocation import Invocation
 from gateway.pipeline.plan import Plan, plan_invocation
 from gateway.pipeline.runner import Runner
 from gateway.records import DataSourceRecord, RetrievedDocument, Tenant

@@ -9,16 +9,13 @@ import pytest
 
 from gateway.pipeline.contract import (
     MAX_GENERATION_STEPS,
-    MAX_INPUTS,
     MAX_STEPS,
     Contract,
     ExecutionHints,
-    Invocation,
-    OneShot,
     StreamControl,
-    overridden,
     parse,
 )
+from gateway.pipeline.invocation import MAX_INPUTS, Invocation, OneShot, overridden
 from grid.errors import InvalidRequest
 
 GENERATION = {"type": "generation", "model": "m"}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.pipeline.contract import MAX_TEXT_CHARS, ChatMessage, Contract, GenerationStep, Invocation, parse
+from gateway.pipeline.contract import MAX_TEXT_CHARS, Contract, GenerationStep, parse
+from gateway.pipeline.invocation import ChatMessage, Invocation
 from gateway.pipeline.plan import Plan, plan_chat, plan_invocation, streams
 from gateway.pipeline.resolution import check_models
 from gateway.records import DataSourceRecord, Tenant

@@ -22,7 +22,8 @@ from gateway.http.versions import (
     served_headers,
     version_asked,
 )
-from gateway.pipeline.contract import Invocation, OneShot, parse
+from gateway.pipeline.contract import parse
+from gateway.pipeline.invocation import Invocation, OneShot
 from grid.errors import ContextOverflow, InvalidRequest
 from grid.exchange import INTERFACE_VERSION
 
