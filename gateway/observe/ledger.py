@@ -88,8 +88,7 @@ class _Calls:
     def merge(self, other: _Calls) -> None:
         add_sums(self.outcomes, other.outcomes)
         add_sums(self.times, other.times)
-        for name, count in other.work.sums().items():
-            setattr(self.work, name, getattr(self.work, name) + count)
+        self.work.merge(other.work)
 
 
 @dataclass(slots=True)
@@ -121,6 +120,7 @@ class Ledger:
         at = int(story.ended_at)
         calls = self._series(story.tenant_id, story.pipeline_id or DIRECT, at)
         if calls is None:
+            self.dropped += 1
             return
         calls.outcomes[outcome] += 1
         if outcome is Outcome.GOOD:
@@ -132,11 +132,11 @@ class Ledger:
 
     def charge(self, tenant_id: str, pipeline_id: str, model: str, cu_seconds: float, at: int) -> None:
         """Add compute of a call that was counted before its unit had said what it took."""
-        calls = self._series(tenant_id, pipeline_id or DIRECT, at)
         late = Usage(cu_seconds=cu_seconds)
+        self._totals.charge(model, late)
+        calls = self._series(tenant_id, pipeline_id or DIRECT, at)
         if calls is not None:
             calls.work.add(late)
-            self._totals.charge(model, late)
 
     def take(self, most: int) -> Batch | None:
         """Take up to `most` series of each kind out; None when nothing waits."""
@@ -169,13 +169,13 @@ class Ledger:
         batch.members.setdefault(used, set()).add(at.pipeline)
 
     def _series(self, tenant_id: str, pipeline: str, at: int) -> _Calls | None:
+        """Return the series to add to; None where there is no room for one more."""
         key = _At(tenant_id, pipeline, at // LIVE_SLOT_S)
         calls = self._calls.get(key)
         if calls is None:
             if len(self._calls) >= MAX_SERIES:
                 self._fold(key.slot)
             if len(self._calls) >= MAX_SERIES:
-                self.dropped += 1
                 return None
             calls = self._calls[key] = _Calls()
         return calls

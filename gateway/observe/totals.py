@@ -43,6 +43,12 @@ class Work:
         self.output += usage.output_tokens
         self.cu += round(usage.cu_seconds * MICRO)
 
+    def merge(self, other: Work) -> None:
+        self.input += other.input
+        self.cached += other.cached
+        self.output += other.output
+        self.cu += other.cu
+
     def sums(self) -> Sums:
         """Return what is not zero."""
         counts = {"input": self.input, "cached": self.cached, "output": self.output, "cu": self.cu}

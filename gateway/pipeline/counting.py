@@ -47,13 +47,13 @@ class Counter:
         Raises ContextOverflow with the counts for one that can't fit, NoEligibleUnit without a unit in the
         allowed regions, Saturated or UnitLost when every unit that was asked is, DeadlineExceeded.
         """
-        able = counting_units(self._placement.fleet, model, allowed_regions)
-        if not able:
+        asked = counting_units(self._placement.fleet, model, allowed_regions)[:MAX_ATTEMPTS]
+        if not asked:
             where = f" in {', '.join(allowed_regions)}" if allowed_regions else ""
             raise NoEligibleUnit(f"no unit that runs {model!r}{where} can count tokens now")
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + TIMEOUT_S
-        for attempt, unit in enumerate(able[:MAX_ATTEMPTS], start=1):
+        for unit in asked:
             try:
                 link = await self._links.get(unit.card.host, unit.card.port)
                 reply = await link.call(
@@ -61,7 +61,7 @@ class Counter:
                     deadline_s - loop.time(),
                 )
             except (UnitLost, Saturated):
-                if attempt == len(able[:MAX_ATTEMPTS]):
+                if unit is asked[-1]:
                     raise
                 continue
             if not isinstance(reply, Counted):

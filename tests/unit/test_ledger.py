@@ -105,6 +105,17 @@ def test_compute_that_is_told_late_is_added_to_its_call() -> None:
     assert sums[TOTALS, "cu|m"] == 500_000
 
 
+def test_compute_that_is_told_late_counts_for_the_cell_and_as_no_call_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(led, "MAX_SERIES", 1)
+    ledger = Ledger(DAY_S)
+    ledger.add(story(ended_at=AT))
+    ledger.charge("acme", "pl-2", "m", 0.5, AT)
+    assert ledger.dropped == 0
+    assert emptied(ledger)[TOTALS, "cu|m"] == 750_000
+
+
 def test_while_nothing_is_written_hours_are_added_up_and_the_rest_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
