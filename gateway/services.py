@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,14 +27,12 @@ from gateway.trust.keyfiles import LINK_KEY_FILE, read_secret, secret_path
 from gateway.trust.tenants import Tenants
 from grid.config import Config
 from grid.tracing.exporter import ExportingTracer, open_tracer
-from grid.wire.link import LinkPool
+from grid.wire.link import LinkPool, Resolve
 from grid.words import UnitState, new_id
 from placement.client import PlacementClient
 
 if TYPE_CHECKING:
     from grid.ray_figures import RayFigures
-
-Resolve = Callable[[], Awaitable[tuple[str, int]]]
 
 ROLE = "gateway"
 

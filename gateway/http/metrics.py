@@ -20,6 +20,7 @@ from gateway.observe.prometheus import CONTENT_TYPE, render
 from gateway.observe.series import health
 from gateway.observe.totals import MICRO
 from gateway.pipeline.contract import Contract, GenerationStep
+from gateway.pipeline.resolution import stands_for
 from gateway.records import PipelineRecord
 from gateway.services import Services
 from grid.config import Config
@@ -166,7 +167,7 @@ def models_of(contract: Contract, config: Config) -> frozenset[str]:
             named.append(step.model)
         elif step.query_embedding is not None:
             named.append(step.query_embedding.model)
-    return frozenset(config.aliases[name].model if name in config.aliases else name for name in named)
+    return frozenset(stands_for(name, config) for name in named)
 
 
 def capacity(units: Iterable[FleetUnit], models: frozenset[str] | None) -> float:

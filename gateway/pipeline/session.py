@@ -269,13 +269,7 @@ class Session:
         if self.phase is not Phase.SUBMITTED:
             self._fault("`refused` after `accepted`", now_s)
             return
-        error = revive(
-            message.code,
-            message.message,
-            param=message.param,
-            retry_after_s=message.retry_after_s,
-            details=message.details,
-        )
+        error = message.error()
         self._try_elsewhere(error, "refused", now_s)
 
     def _tokens(self, message: Tokens, now_s: float) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gateway.knowledge.sources.base import VectorStore
-from gateway.knowledge.sources.embedded import EmbeddedStore, Resolve
+from gateway.knowledge.sources.embedded import EmbeddedStore
 from gateway.trust.keyfiles import read_secret
 from grid.config import Config
+from grid.wire.link import Resolve
 
 
 def _qdrant(config: Config, resolve: Resolve, peer_id: str, secret: bytes) -> VectorStore:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +18,7 @@ from gateway.knowledge.sources.edge import EdgeFolder, as_rows
 from gateway.trust.keyfiles import LINK_KEY_FILE, read_secret, secret_path
 from grid.config import Config
 from grid.errors import GridError, InternalError, InvalidRequest, Saturated, UnitLost
-from grid.wire.link import LinkServer, Peer, Reconnecting
+from grid.wire.link import LinkServer, Peer, Reconnecting, Resolve
 from grid.wire.messages import Refused, StoreCall, StoreReply, WireMessage
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ CALL_TIMEOUT_S = 10.0
 BULK_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 """A restarted owner is back sooner than this."""
-
-Resolve = Callable[[], Awaitable[tuple[str, int]]]
 
 
 class VectorsActor:
@@ -86,7 +84,7 @@ class VectorsActor:
             return
         if len(self._calls) >= MAX_PENDING_CALLS:
             busy = Saturated("the vector store has too many calls waiting", retry_after_s=RETRY_AFTER_S)
-            peer.send(_refused(message.stream, busy))
+            peer.send(Refused.of(message.stream, busy))
             return
         task = asyncio.create_task(self._answer(peer, message))
         self._calls.add(task)
@@ -99,11 +97,11 @@ class VectorsActor:
             # Encodes at once, and refuses a reply that no frame holds: the caller is told that too.
             peer.send(StoreReply(call.stream, result))
         except GridError as error:
-            peer.send(_refused(call.stream, error))
+            peer.send(Refused.of(call.stream, error))
             return
         except Exception as error:  # the engine raises bare Exceptions; their text may quote a document
             log.error("%s on %s failed: %s", call.op, call.collection, type(error).__name__)
-            peer.send(_refused(call.stream, InternalError(f"the vector store could not {call.op}")))
+            peer.send(Refused.of(call.stream, InternalError(f"the vector store could not {call.op}")))
             return
         if call.op == "upsert":
             await self._in_thread(self._folder.optimise)
@@ -178,10 +176,6 @@ def _condition_to(condition: AnyTerm | InRange) -> dict[str, Any]:
 
 def _condition_from(given: dict[str, Any]) -> AnyTerm | InRange:
     return AnyTerm(tuple(given["terms"])) if "terms" in given else InRange(**given)
-
-
-def _refused(stream: int, error: GridError) -> Refused:
-    return Refused(stream, error.code, error.message, error.param, error.retry_after_s, error.details)
 
 
 class EmbeddedStore:
