@@ -14,7 +14,8 @@ from gateway.http.errors import ANTHROPIC
 from gateway.http.exchange import unless_client_leaves
 from gateway.http.messages import CountRequest, MessagesRequest
 from gateway.http.runs import WholeRun, failure, region_header, streamed, whole
-from gateway.http.shapes import AnthropicErrorEnvelope, TokenCount
+from gateway.http.shapes.compatible import TokenCount
+from gateway.http.shapes.errors import AnthropicErrorEnvelope
 from gateway.http.sse import event
 from gateway.pipeline.contract import parse
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started, StepDone

@@ -13,7 +13,6 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gateway.http import shapes
 from gateway.http.chat import ChatRequest
 from gateway.http.data_sources import NewDataSource, NewDocuments
 from gateway.http.documented import REF, STATUSES, body, ref
@@ -22,6 +21,18 @@ from gateway.http.errors import ANTHROPIC, GRID, OPENAI, OVERLOADED, Ecosystem, 
 from gateway.http.exchange import MAX_CLIENT_ID_CHARS
 from gateway.http.messages import CountRequest, MessagesRequest
 from gateway.http.operations import DrainOrder, NewKey
+from gateway.http.shapes.compatible import ChatCompletion, Embeddings, MessageAnswer
+from gateway.http.shapes.errors import AnthropicErrorEnvelope, ErrorEnvelope, OpenAIErrorEnvelope
+from gateway.http.shapes.pipelines import OneShotAnswer
+from gateway.http.shapes.runs import (
+    DoneEvent,
+    EndEvent,
+    RetrievalView,
+    RunAnswer,
+    StartEvent,
+    StepEvent,
+    TokenEvent,
+)
 from gateway.http.versions import ALIAS, CURRENT, HEADER, MESSAGES_API, MESSAGES_PREFIX, VERSIONS
 from gateway.pipeline.contract import Contract
 from gateway.pipeline.invocation import Invocation, OneShot
@@ -69,25 +80,25 @@ PARSED: tuple[type[BaseModel], ...] = (
     DrainOrder,
 )
 ANSWERED: tuple[type[BaseModel], ...] = (
-    shapes.ErrorEnvelope,
-    shapes.OpenAIErrorEnvelope,
-    shapes.AnthropicErrorEnvelope,
-    shapes.RunAnswer,
-    shapes.OneShotAnswer,
-    shapes.EndEvent,
-    shapes.ChatCompletion,
-    shapes.Embeddings,
-    shapes.MessageAnswer,
-    shapes.StartEvent,
-    shapes.RetrievalView,
-    shapes.StepEvent,
-    shapes.TokenEvent,
-    shapes.DoneEvent,
+    ErrorEnvelope,
+    OpenAIErrorEnvelope,
+    AnthropicErrorEnvelope,
+    RunAnswer,
+    OneShotAnswer,
+    EndEvent,
+    ChatCompletion,
+    Embeddings,
+    MessageAnswer,
+    StartEvent,
+    RetrievalView,
+    StepEvent,
+    TokenEvent,
+    DoneEvent,
 )
 TOLD: dict[Ecosystem, type[BaseModel]] = {
-    GRID: shapes.ErrorEnvelope,
-    OPENAI: shapes.OpenAIErrorEnvelope,
-    ANTHROPIC: shapes.AnthropicErrorEnvelope,
+    GRID: ErrorEnvelope,
+    OPENAI: OpenAIErrorEnvelope,
+    ANTHROPIC: AnthropicErrorEnvelope,
 }
 ANY = (400, 401, 403, 500, 503)
 """A header that can't be taken, the key, residency, a fault of the cell, a store or gateway that is away."""
@@ -121,7 +132,7 @@ HOT = (
         "Run a pipeline",
         "SSE unless `stream` is false, or the caller accepts only `application/json`.",
         Invocation,
-        shapes.RunAnswer,
+        RunAnswer,
         EVENTS,
     ),
     HotRoute(
@@ -131,7 +142,7 @@ HOT = (
         "A contract and its input in one body; nothing is stored. Without input: what it would do "
         "(PlanView); nothing is computed, reserved or charged.",
         OneShot,
-        shapes.OneShotAnswer,
+        OneShotAnswer,
         EVENTS,
     ),
     HotRoute(
@@ -140,7 +151,7 @@ HOT = (
         "Answer a conversation",
         "`model` is a model of the cell, an alias, or a pipeline's id.",
         ChatRequest,
-        shapes.ChatCompletion,
+        ChatCompletion,
         CHAT_EVENTS,
     ),
     HotRoute(
@@ -149,7 +160,7 @@ HOT = (
         "Return the vectors of texts",
         "`model` is an embedding model of the cell, or an alias of one.",
         EmbeddingsRequest,
-        shapes.Embeddings,
+        Embeddings,
     ),
     HotRoute(
         MESSAGES_PREFIX,
@@ -157,7 +168,7 @@ HOT = (
         "Answer a conversation",
         "`model` is a model of the cell, an alias, or a pipeline's id.",
         MessagesRequest,
-        shapes.MessageAnswer,
+        MessageAnswer,
         MESSAGE_EVENTS,
     ),
 )

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from gateway.http.call import Call, InCall, Json
 from gateway.http.documented import body, errors
-from gateway.http.shapes import DataSourceList, DataSourceView, Deleted, DocumentsAnswer
+from gateway.http.shapes.data_sources import DataSourceList, DataSourceView, DocumentsAnswer
+from gateway.http.shapes.shape import Deleted
 from gateway.knowledge.documents import MAX_DOCUMENT_CHARS, MAX_DOCUMENT_ID_CHARS, MAX_DOCUMENTS
 from gateway.knowledge.sources import STORES
 from gateway.pipeline.contract import MAX_DIMENSION, Name, Part, RegionName, parse

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gateway.http import shapes
+from gateway.http.shapes.errors import ErrorEnvelope
 
 STATUSES = {
     400: "the request is wrong; `param` names the field",
@@ -31,7 +31,7 @@ def body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": ref(model)}}}}
 
 
-def errors(*statuses: int, told: type[BaseModel] = shapes.ErrorEnvelope) -> dict[int | str, dict[str, Any]]:
+def errors(*statuses: int, told: type[BaseModel] = ErrorEnvelope) -> dict[int | str, dict[str, Any]]:
     """Return the documented refusals of a route. What any route may answer, `api_document` adds."""
     return {status: {"model": told, "description": STATUSES[status]} for status in statuses}
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from gateway.http.call import CALL, Call, InCall, Json
 from gateway.http.documented import errors
 from gateway.http.operations import unit_view
-from gateway.http.shapes import Explanation, MetricsView, UsageAnswer
+from gateway.http.shapes.metrics import Explanation, MetricsView, UsageAnswer
 from gateway.observe.figures import UsageHour, UsageSum
 from gateway.observe.ledger import HOUR_S
 from gateway.observe.prometheus import CONTENT_TYPE, render

@@ -15,7 +15,7 @@ from gateway.http.documented import errors
 from gateway.http.errors import openai_envelope
 from gateway.http.exchange import unless_client_leaves
 from gateway.http.runs import WholeRun, failure, region_header, streamed, whole
-from gateway.http.shapes import ModelList
+from gateway.http.shapes.compatible import ModelList
 from gateway.http.sse import data
 from gateway.pipeline.contract import parse
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started, StepDone

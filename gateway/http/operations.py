@@ -11,7 +11,8 @@ from pydantic import Field
 
 from gateway.http.call import InCall, Json
 from gateway.http.documented import body, errors
-from gateway.http.shapes import Deleted, Health, KeyList, NewKeyView, Readiness, UnitList, UnitView
+from gateway.http.shapes.operations import Health, KeyList, NewKeyView, Readiness, UnitList, UnitView
+from gateway.http.shapes.shape import Deleted
 from gateway.pipeline.contract import Part, parse
 from gateway.services import Services
 from gateway.trust.tenants import MAX_LABEL_CHARS

@@ -16,7 +16,8 @@ from gateway.http.documented import body, errors
 from gateway.http.exchange import unless_client_leaves
 from gateway.http.forecasts import plan_view
 from gateway.http.runs import region_header, streamed, whole
-from gateway.http.shapes import Deleted, PipelineList, PipelineView, PlanView
+from gateway.http.shapes.pipelines import PipelineList, PipelineView, PlanView
+from gateway.http.shapes.shape import Deleted
 from gateway.http.views import GridEvents, whole_answer
 from gateway.observe.figures import StepFigures
 from gateway.pipeline.contract import Contract, RetrievalStep, parse

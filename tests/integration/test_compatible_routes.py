@@ -16,7 +16,8 @@ import pytest
 import pytest_asyncio
 from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
 
-from gateway.http import shapes
+from gateway.http.shapes.compatible import Embeddings, MessageAnswer
+from gateway.http.shapes.errors import AnthropicErrorEnvelope, OpenAIErrorEnvelope
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -101,7 +102,7 @@ async def test_a_stream_has_the_events_of_that_api_in_order(cell: LocalCell) -> 
         "message_delta",
         "message_stop",
     ]
-    shapes.MessageAnswer.model_validate(whole.json())
+    MessageAnswer.model_validate(whole.json())
     assert data[0]["message"]["usage"]["input_tokens"] == whole.json()["usage"]["input_tokens"] > 0
     assert data[-2]["usage"]["output_tokens"] == 9
     text = "".join(item["delta"]["text"] for item in data if item["type"] == "content_block_delta")
@@ -197,7 +198,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     body = {"model": CHAT_MODEL, "messages": [TURN], "max_tokens": 4, **change}
     async with cell.client() as client:
         answer = await client.post("/v1/messages", json=body)
-    envelope = shapes.AnthropicErrorEnvelope.model_validate(answer.json())
+    envelope = AnthropicErrorEnvelope.model_validate(answer.json())
     assert (answer.status_code, envelope.error.type) == (400, "invalid_request_error")
     assert told in envelope.error.message
     assert envelope.request_id == answer.headers["x-request-id"]
@@ -291,8 +292,8 @@ async def test_both_encodings_hold_the_same_numbers(cell: LocalCell) -> None:
     async with cell.client() as client:
         encoded = await client.post("/v1/embeddings", json={**body, "encoding_format": "base64"})
         floats = await client.post("/v1/embeddings", json=body)
-    shapes.Embeddings.model_validate(encoded.json())
-    shapes.Embeddings.model_validate(floats.json())
+    Embeddings.model_validate(encoded.json())
+    Embeddings.model_validate(floats.json())
     packed = base64.b64decode(encoded.json()["data"][0]["embedding"])
     assert np.array_equal(
         np.frombuffer(packed, "<f4"), np.array(floats.json()["data"][0]["embedding"], np.float32)
@@ -316,7 +317,7 @@ NOT_EMBEDDED: list[tuple[dict[str, Any], int, str]] = [
 async def test_what_is_not_embedded(cell: LocalCell, change: dict[str, Any], status: int, param: str) -> None:
     async with cell.client() as client:
         answer = await client.post("/v1/embeddings", json={"model": EMBEDDING_MODEL, "input": "x", **change})
-    shapes.OpenAIErrorEnvelope.model_validate(answer.json())
+    OpenAIErrorEnvelope.model_validate(answer.json())
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
 
-from gateway.http import shapes
+from gateway.http.shapes.operations import UnitView
 from grid.config import Simulated
 from grid.units.planner import RESTART_REASON
 
@@ -60,7 +60,7 @@ async def test_what_runs_ends_by_itself_and_nothing_new_comes(cell: LocalCell) -
     async with cell.client() as client, streaming(client, 400) as lines:
         answer = await drain(cell)
         assert answer.status_code == 200
-        assert shapes.UnitView.model_validate(answer.json()).state == "draining"
+        assert UnitView.model_validate(answer.json()).state == "draining"
         await until_state(cell, "draining")
         refused = await client.post("/v1/chat/completions", json=CHAT)
         assert refused.status_code == 503

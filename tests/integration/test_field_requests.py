@@ -14,7 +14,7 @@ import pytest_asyncio
 from support.local_cell import LocalCell, local_cell
 from support.shared import contract_folder
 
-from gateway.http import shapes
+from gateway.http.shapes.pipelines import PlanView
 from grid.config import Config, Model, load
 
 CONTRACTS = contract_folder()
@@ -113,7 +113,7 @@ async def test_a_one_shot_without_input_is_planned(client: httpx.AsyncClient) ->
     answer = await send(client, "one_shot", "/v1/pipeline")
     assert answer.status_code == 200, answer.text
     assert answer.json()["request_id"].startswith("req_")
-    plan = shapes.PlanView.model_validate(answer.json())
+    plan = PlanView.model_validate(answer.json())
     assert plan.runnable
     assert plan.steps[0].chosen is not None
     assert plan.steps[0].chosen.simulated
@@ -142,7 +142,7 @@ async def test_the_support_pipeline_is_active_and_its_dry_run_computes_nothing(
     steps_before = {name: (await unit.describe())["counters"] for name, unit in cell.units.items()}
     dry = await send(client, "dry_run", f"/v1/pipelines/{view['pipeline_id']}/dry-run")
     assert dry.status_code == 200, dry.text
-    plan = shapes.PlanView.model_validate(dry.json())
+    plan = PlanView.model_validate(dry.json())
     chosen = plan.steps[-1].chosen
     assert chosen is not None
     assert (chosen.model, chosen.region) == ("simulated-70b", "us-east-1"), "its preferred region"
@@ -176,7 +176,7 @@ async def test_one_contract_gets_the_best_variant_of_each_gpu(client: httpx.Asyn
     await ran(client, "quantization")
     asked = json.loads((CONTRACTS / "quantization.json").read_text())
     del asked["input"]
-    plan = shapes.PlanView.model_validate((await client.post("/v1/pipeline", json=asked)).json())
+    plan = PlanView.model_validate((await client.post("/v1/pipeline", json=asked)).json())
     runs = {(each.gpu_type, each.precision) for each in plan.steps[0].candidates}
     assert runs == {
         ("H100", "fp8"),
@@ -186,7 +186,7 @@ async def test_one_contract_gets_the_best_variant_of_each_gpu(client: httpx.Asyn
         ("L4", "fp8"),
     }
     asked["execution_hints"]["quantization"] = "bf16"
-    plan = shapes.PlanView.model_validate((await client.post("/v1/pipeline", json=asked)).json())
+    plan = PlanView.model_validate((await client.post("/v1/pipeline", json=asked)).json())
     assert {(each.gpu_type, each.precision) for each in plan.steps[0].candidates} == {("A100-80", "bf16")}
     assert plan.steps[0].rejected_by_code["precision"] == 6
 

@@ -17,7 +17,8 @@ import pytest
 import pytest_asyncio
 from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
 
-from gateway.http import shapes
+from gateway.http.shapes.metrics import Explanation, MetricsView, UsageAnswer
+from gateway.http.shapes.pipelines import PipelineView, StepMetricsView
 from gateway.observe.histogram import RELATIVE_ERROR
 from gateway.observe.recorder import Recorder
 from gateway.observe.story import Outcome, Story
@@ -205,7 +206,7 @@ async def test_figures_of_mixed_calls_over_two_replicas_are_true(
             await _check(one, two, pipeline_id, truth, taps)
         tenant = (await two.get("/v1/usage")).json()
         assert tenant["total"]["calls"] == 500
-        everything = shapes.MetricsView.model_validate((await two.get("/v1/metrics")).json())
+        everything = MetricsView.model_validate((await two.get("/v1/metrics")).json())
         failed = truths[doomed].calls
         assert everything.metrics.error_rate_5xx == pytest.approx(failed / 500)
 
@@ -224,7 +225,7 @@ async def test_a_call_can_be_explained_by_any_replica_but_not_to_others(cell: Lo
         assert (await one.get("/v1/requests/req_none")).status_code == 404
     assert said not in told.text
     assert answer.json()["output"] not in told.text
-    shown = shapes.Explanation.model_validate(told.json())
+    shown = Explanation.model_validate(told.json())
     assert (shown.outcome, shown.pipeline_id, shown.status) == ("good", pipeline_id, 200)
     assert shown.usage.model_dump() == answer.json()["usage"]
     (step,) = shown.runs[0].steps
@@ -255,7 +256,7 @@ async def test_the_flag_of_a_burst_is_in_a_header_and_hardware_in_detail(cell: L
         peek = await client.head("/v1/metrics")
         assert (peek.status_code, peek.content) == (200, b"")
         assert peek.headers["x-burst-detection-active"] in ("true", "false")
-        shown = shapes.MetricsView.model_validate(
+        shown = MetricsView.model_validate(
             (await client.get("/v1/metrics", params={"detail": "hardware"})).json()
         )
         assert shown.hardware is not None
@@ -280,11 +281,11 @@ async def test_usage_is_asked_for_by_moments(cell: LocalCell, asked: dict[str, s
         answer = await client.get("/v1/usage", params=asked)
     assert answer.status_code == status, answer.text
     if status == 200:
-        shapes.UsageAnswer.model_validate(answer.json())
+        UsageAnswer.model_validate(answer.json())
 
 
-async def _step_metrics(client: httpx.AsyncClient, pipeline_id: str) -> shapes.StepMetricsView:
-    view = shapes.PipelineView.model_validate((await client.get(f"/v1/pipelines/{pipeline_id}")).json())
+async def _step_metrics(client: httpx.AsyncClient, pipeline_id: str) -> StepMetricsView:
+    view = PipelineView.model_validate((await client.get(f"/v1/pipelines/{pipeline_id}")).json())
     assert view.step_metrics is not None
     (step,) = view.step_metrics
     return step
@@ -295,7 +296,7 @@ async def _check(
 ) -> None:
     for client in (one, two):
         answer = await client.get("/v1/metrics", params={"pipeline_id": pipeline_id})
-        shown = shapes.MetricsView.model_validate(answer.json()).metrics
+        shown = MetricsView.model_validate(answer.json()).metrics
         # The window is of 60 to 65 seconds, and all calls are in it.
         assert truth.calls / 65 <= shown.request_rate_per_second * 1.001
         assert shown.request_rate_per_second <= truth.calls / 60 * 1.001
@@ -311,7 +312,7 @@ async def _check(
             assert shown.p99_latency_ms == pytest.approx(exact, rel=RELATIVE_ERROR + 1e-3)
         else:
             assert shown.p99_latency_ms is None
-        usage = shapes.UsageAnswer.model_validate(
+        usage = UsageAnswer.model_validate(
             (await client.get("/v1/usage", params={"pipeline_id": pipeline_id})).json()
         )
         assert usage.total.calls == truth.calls

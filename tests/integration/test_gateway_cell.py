@@ -15,7 +15,11 @@ import pytest_asyncio
 from support.calls import declared, events, generation, settled
 from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
 
-from gateway.http import shapes
+from gateway.http.shapes.data_sources import DataSourceView, DocumentsAnswer
+from gateway.http.shapes.errors import ErrorEnvelope
+from gateway.http.shapes.operations import KeyList, NewKeyView, Readiness, UnitList
+from gateway.http.shapes.pipelines import PipelineList
+from gateway.http.shapes.runs import DoneEvent, InvokeAnswer, RetrievalView, StartEvent, TokenEvent
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,7 +35,7 @@ async def test_a_pipeline_is_declared_becomes_active_and_goes(cell: LocalCell) -
         pipeline_id = await declared(client)
         async with client.stream("GET", "/v1/pipelines") as listed:
             await listed.aread()
-        shapes.PipelineList.model_validate(listed.json())
+        PipelineList.model_validate(listed.json())
         assert pipeline_id in {row["pipeline_id"] for row in listed.json()["pipelines"]}
         assert (await settled(client, pipeline_id))["status"] == "active"
         gone = await client.delete(f"/v1/pipelines/{pipeline_id}")
@@ -51,9 +55,9 @@ async def test_an_answer_streams_in_the_order_of_the_specification(cell: LocalCe
     assert names[0] == "start"
     assert names[-1] == "done"
     assert set(names[1:-1]) == {"token"}
-    start = shapes.StartEvent.model_validate(said[0][1])
-    tokens = [shapes.TokenEvent.model_validate(data) for name, data in said if name == "token"]
-    done = shapes.DoneEvent.model_validate(said[-1][1])
+    start = StartEvent.model_validate(said[0][1])
+    tokens = [TokenEvent.model_validate(data) for name, data in said if name == "token"]
+    done = DoneEvent.model_validate(said[-1][1])
     assert start.request_id == answer.headers["x-request-id"]
     assert tokens[0].index == 0
     for earlier, later in pairwise(tokens):
@@ -74,7 +78,7 @@ async def test_the_same_answer_comes_whole(cell: LocalCell, body: dict[str, Any]
         streamed = events((await client.post(path, json={"input": "hello"})).text)
         answer = await client.post(path, json={"input": "hello", **body}, headers={"accept": accept})
     assert answer.status_code == 200
-    whole = shapes.InvokeAnswer.model_validate(answer.json())
+    whole = InvokeAnswer.model_validate(answer.json())
     assert whole.output == "".join(data["text"] for name, data in streamed if name == "token")
     assert whole.request_id == answer.headers["x-request-id"]
     assert answer.headers["x-processing-region"] == "eu-central-1"
@@ -129,7 +133,7 @@ async def test_documents_are_found_and_shown_before_the_answer(cell: LocalCell) 
     async with cell.client() as client:
         created = await client.post("/v1/data-sources", json={"name": "help", "type": "qdrant"})
         assert created.status_code == 201, created.text
-        source = shapes.DataSourceView.model_validate(created.json())
+        source = DataSourceView.model_validate(created.json())
         assert source.embedding_model == EMBEDDING_MODEL
         documents = [
             {
@@ -143,22 +147,22 @@ async def test_documents_are_found_and_shown_before_the_answer(cell: LocalCell) 
         path = f"/v1/data-sources/{source.data_source_id}"
         added = await client.post(f"{path}/documents", json={"documents": documents})
         assert added.status_code == 200, added.text
-        counts = shapes.DocumentsAnswer.model_validate(added.json())
+        counts = DocumentsAnswer.model_validate(added.json())
         assert (counts.added, counts.replaced, counts.document_count) == (3, 0, 3)
         again = await client.post(f"{path}/documents", json={"documents": documents[:1]})
         assert again.json()["replaced"] == 1
-        view = shapes.DataSourceView.model_validate((await client.get(path)).json())
+        view = DataSourceView.model_validate((await client.get(path)).json())
         assert (view.document_count, view.dimension) == (3, DIMENSION)
         retrieval = {"type": "retrieval", "source": "help", "top_k": 2, "filter": {"status": "published"}}
         pipeline_id = await declared(client, retrieval, generation())
         invoke = f"/v1/pipelines/{pipeline_id}/invoke"
         said = events((await client.post(invoke, json={"input": "How do I reset my password?"})).text)
         assert [name for name, _ in said][:2] == ["start", "retrieval"]
-        shown = shapes.RetrievalView.model_validate(said[1][1])
+        shown = RetrievalView.model_validate(said[1][1])
         assert [document.id for document in shown.documents] == ["a", "b"]
         assert shown.documents[0].score > shown.documents[1].score
         whole = await client.post(invoke, json={"input": "Invoices?", "stream": False})
-        answer = shapes.InvokeAnswer.model_validate(whole.json())
+        answer = InvokeAnswer.model_validate(whole.json())
         assert answer.retrieval[0].documents[0].id == "b"
         assert {step.type for step in answer.timing} == {"retrieval", "generation"}
         listed = (await client.get("/v1/data-sources")).json()["data_sources"]
@@ -313,17 +317,17 @@ async def test_operator_routes_are_the_operators(cell: LocalCell) -> None:
         for method, path in (("GET", "/v1/keys"), ("POST", "/v1/keys")):
             refused = await tenant.request(method, path, json={"tenant_id": "x"})
             assert refused.status_code == 403
-            shapes.ErrorEnvelope.model_validate(refused.json())
-        units = shapes.UnitList.model_validate((await operator.get("/v1/units")).json())
+            ErrorEnvelope.model_validate(refused.json())
+        units = UnitList.model_validate((await operator.get("/v1/units")).json())
         assert {unit.unit_id for unit in units.units} == set(cell.units)
         assert {unit.state for unit in units.units} == {"ready"}
         made = await operator.post("/v1/keys", json={"tenant_id": "acme", "label": "for tests"})
         assert made.status_code == 201
-        new = shapes.NewKeyView.model_validate(made.json())
+        new = NewKeyView.model_validate(made.json())
         async with cell.client(new.key) as acme:
             assert (await acme.get("/v1/pipelines")).status_code == 200
         listed = await operator.get("/v1/keys")
-        shapes.KeyList.model_validate(listed.json())
+        KeyList.model_validate(listed.json())
         assert new.key_id in {key["key_id"] for key in listed.json()["keys"]}
         assert new.key not in listed.text
         assert (await operator.delete(f"/v1/keys/{new.key_id}")).status_code == 200
@@ -336,7 +340,7 @@ async def test_open_routes_need_no_key(cell: LocalCell) -> None:
         assert (await client.get("/healthz")).json() == {"status": "ok"}
         ready = await client.get("/readyz")
         assert ready.status_code == 200
-        shapes.Readiness.model_validate(ready.json())
+        Readiness.model_validate(ready.json())
         assert (await client.get("/v1/models")).status_code == 401
         assert (await client.get("/nowhere")).status_code == 401
 

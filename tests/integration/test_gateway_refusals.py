@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from support.local_cell import CHAT_MODEL, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
 
-from gateway.http.shapes import ErrorEnvelope, OpenAIErrorEnvelope
+from gateway.http.shapes.errors import ErrorEnvelope, OpenAIErrorEnvelope
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from support.calls import declared, events, generation
 from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
 
-from gateway.http import shapes
+from gateway.http.shapes.runs import BatchAnswer, EndEvent, InputAnswer, InputError
 from gateway.observe.recorder import Recorder
 from gateway.observe.story import Outcome, Story
 
@@ -42,15 +42,15 @@ async def test_outcomes_come_in_the_order_of_the_inputs_and_one_failure_is_one(c
         alone = await client.post(path, json={"input": "first", "stream": False})
         chat = await client.post(path, json={"messages": turns, "stream": False})
     assert answer.status_code == 200, answer.text
-    batch = shapes.BatchAnswer.model_validate(answer.json())
+    batch = BatchAnswer.model_validate(answer.json())
     assert batch.request_id == answer.headers["x-request-id"]
     assert [result.input for result in batch.results] == [0, 1, 2, 3]
     assert [result.request_id for result in batch.results] == [f"{batch.request_id}.{n}" for n in range(4)]
     first, too_long, third, again = batch.results
-    assert isinstance(first, shapes.InputAnswer)
-    assert isinstance(third, shapes.InputAnswer)
-    assert isinstance(again, shapes.InputAnswer)
-    assert isinstance(too_long, shapes.InputError)
+    assert isinstance(first, InputAnswer)
+    assert isinstance(third, InputAnswer)
+    assert isinstance(again, InputAnswer)
+    assert isinstance(too_long, InputError)
     assert too_long.error.code == "context_overflow"
     assert first.output == again.output == alone.json()["output"]
     assert third.output == chat.json()["output"]
@@ -68,7 +68,7 @@ async def test_a_stream_says_which_input_each_event_is_of(cell: LocalCell) -> No
     assert answer.headers["content-type"].startswith("text/event-stream")
     said = events(answer.text)
     assert said[-1][0] == "end"
-    end = shapes.EndEvent.model_validate(said[-1][1])
+    end = EndEvent.model_validate(said[-1][1])
     assert (end.request_id, end.succeeded, end.failed) == (answer.headers["x-request-id"], 2, 1)
     for number in (0, 2):
         own = [(name, data) for name, data in said if data.get("input") == number]
@@ -93,10 +93,10 @@ async def test_a_list_longer_than_the_cell_is_worked_off_over_its_units(
     async with cell.client() as client:
         path = f"/v1/pipelines/{await declared(client, generation(max_output_tokens=64))}/invoke"
         answer = await client.post(path, json={"inputs": [f"number {n}" for n in range(60)], "stream": False})
-    batch = shapes.BatchAnswer.model_validate(answer.json())
+    batch = BatchAnswer.model_validate(answer.json())
     assert batch.succeeded == 60, "places for 8 at a time"
     units = Counter(
-        result.placement[0].unit_id for result in batch.results if isinstance(result, shapes.InputAnswer)
+        result.placement[0].unit_id for result in batch.results if isinstance(result, InputAnswer)
     )
     assert set(units) == {f"{CHAT_MODEL}-0", f"{CHAT_MODEL}-1"}
     assert min(units.values()) > 10
@@ -142,5 +142,5 @@ async def test_a_client_that_leaves_frees_all(cell: LocalCell) -> None:
 async def test_a_one_shot_takes_a_list_too(cell: LocalCell) -> None:
     async with cell.client() as client:
         body = {"pipeline": {"steps": [generation()]}, "inputs": ["a", "b"], "stream": False}
-        batch = shapes.BatchAnswer.model_validate((await client.post("/v1/pipeline", json=body)).json())
+        batch = BatchAnswer.model_validate((await client.post("/v1/pipeline", json=body)).json())
     assert (batch.succeeded, batch.pipeline_id, batch.revision) == (2, "", 0)

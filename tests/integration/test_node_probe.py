@@ -12,7 +12,7 @@ from support.fake_nvml import H100, L4, UUIDS, FakeGpus
 from support.fleet import make_card, make_load, make_request
 
 from gateway.http.operations import gpu_view
-from gateway.http.shapes import GpuView
+from gateway.http.shapes.operations import GpuView
 from grid.config import Cell, Config, Placement
 from grid.errors import Forbidden, NoEligibleUnit
 from grid.hardware.nvml import Probe

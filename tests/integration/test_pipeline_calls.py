@@ -12,7 +12,8 @@ import pytest_asyncio
 from support.calls import declared, events, generation, settled
 from support.local_cell import CHAT_MODEL, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
 
-from gateway.http import shapes
+from gateway.http.shapes.pipelines import PlanView
+from gateway.http.shapes.runs import DoneEvent, InvokeAnswer, RetrievalView, StepEvent
 from grid import AsyncGrid
 from grid.errors import ContextOverflow
 from grid.runs import Answer
@@ -70,7 +71,7 @@ async def test_a_dry_run_tells_the_whole_plan_and_leaves_nothing_behind(cell: Lo
         after = await state_of(cell)
     assert answer.status_code == 200, answer.text
     assert before == after
-    plan = shapes.PlanView.model_validate(answer.json())
+    plan = PlanView.model_validate(answer.json())
     assert plan.request_id == answer.headers["x-request-id"]
     assert (plan.pipeline_id, plan.revision, plan.runnable) == (pipeline_id, 1, True)
     find, write = plan.steps
@@ -110,7 +111,7 @@ async def test_a_dry_run_of_what_cannot_run_says_why(cell: LocalCell) -> None:
         listed = await client.post(f"/v1/pipelines/{pipeline_id}/dry-run", json={"inputs": ["x"]})
         empty = await client.post(f"/v1/pipelines/{pipeline_id}/dry-run", json={})
     assert answer.status_code == 200
-    plan = shapes.PlanView.model_validate(answer.json())
+    plan = PlanView.model_validate(answer.json())
     (step,) = plan.steps
     assert not plan.runnable
     assert step.chosen is None
@@ -161,7 +162,7 @@ async def test_a_contract_without_input_is_planned_and_not_kept(cell: LocalCell)
         after = await state_of(cell)
     assert answer.status_code == 200, answer.text
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
-    plan = shapes.PlanView.model_validate(answer.json())
+    plan = PlanView.model_validate(answer.json())
     assert (plan.pipeline_id, plan.revision, plan.runnable) == ("", 0, True)
     assert before == after
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "pipeline.steps[0].model")
@@ -189,7 +190,7 @@ async def test_a_one_shot_contract_runs_as_it_stands(
     assert (said[0][0], said[-1][0]) == ("start", "done")
     assert said[0][1]["pipeline_id"] == ""
     tokens = [data["tokens"] for event, data in said if event == "token"]
-    answer = shapes.InvokeAnswer.model_validate(whole.json())
+    answer = InvokeAnswer.model_validate(whole.json())
     assert sum(tokens) == answer.usage.output_tokens
     if part == "stream_control":
         assert all(count >= 16 for count in tokens[:-1])
@@ -201,7 +202,7 @@ async def test_hints_of_a_one_shot_are_obeyed_and_seen_in_the_plan(cell: LocalCe
     async with cell.client() as client:
         refused = await client.post("/v1/pipeline", json=body)
         del body["input"]
-        plan = shapes.PlanView.model_validate((await client.post("/v1/pipeline", json=body)).json())
+        plan = PlanView.model_validate((await client.post("/v1/pipeline", json=body)).json())
     assert refused.status_code == 503, "claude-3-haiku's alias is the only model"
     assert "avoid" in refused.json()["error"]["message"] or "MB" in refused.json()["error"]["message"]
     assert plan.execution_hints == {**hints, "quantization": None}
@@ -225,16 +226,16 @@ async def test_retrievals_side_by_side_and_a_draft_before_the_answer(cell: Local
     assert [name for name, _ in said][:4] == ["start", "retrieval", "retrieval", "step"]
     assert [name for name, _ in said][-1] == "done"
     assert said[0][1]["steps"] == ["one", "two", "draft", "final"]
-    step = shapes.StepEvent.model_validate(said[3][1])
+    step = StepEvent.model_validate(said[3][1])
     assert (step.step_id, step.finish_reason) == ("draft", "length")
-    assert all(shapes.RetrievalView.model_validate(data).documents for _, data in said[1:3]), (
+    assert all(RetrievalView.model_validate(data).documents for _, data in said[1:3]), (
         "each is held by the prompt that uses it"
     )
-    done = shapes.DoneEvent.model_validate(said[-1][1])
+    done = DoneEvent.model_validate(said[-1][1])
     assert [timing.step_id for timing in done.timing] == ["one", "two", "draft", "final"]
     assert done.usage.output_tokens == 16 + 8, "what both wrote"
     assert sum(data["tokens"] for name, data in said if name == "token") == 8
-    answer = shapes.InvokeAnswer.model_validate(whole.json())
+    answer = InvokeAnswer.model_validate(whole.json())
     assert [(earlier.step_id, earlier.output) for earlier in answer.earlier] == [("draft", step.output)]
     assert answer.output == "".join(data["text"] for name, data in said if name == "token")
     await cell.until_idle()

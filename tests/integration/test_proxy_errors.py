@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http.shapes import ErrorEnvelope
+from gateway.http.shapes.errors import ErrorEnvelope
 from gateway.proxy import serve_environment
 from grid.config import Config
 

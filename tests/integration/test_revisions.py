@@ -14,7 +14,8 @@ import pytest_asyncio
 from support.calls import declared, events, generation, settled
 from support.local_cell import LocalCell, cell_config, local_cell
 
-from gateway.http import shapes
+from gateway.http.shapes.pipelines import PipelineList, PipelineView
+from gateway.http.shapes.runs import InvokeAnswer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -29,17 +30,17 @@ def contract(tokens: int, **rest: Any) -> dict[str, Any]:
     return {"name": "p", "pipeline": {"steps": [generation(max_output_tokens=tokens)]}, **rest}
 
 
-async def revised(client: httpx.AsyncClient, pipeline_id: str, body: dict[str, Any]) -> shapes.PipelineView:
+async def revised(client: httpx.AsyncClient, pipeline_id: str, body: dict[str, Any]) -> PipelineView:
     answer = await client.put(f"/v1/pipelines/{pipeline_id}", json=body)
     assert answer.status_code == 200, answer.text
-    return shapes.PipelineView.model_validate(answer.json())
+    return PipelineView.model_validate(answer.json())
 
 
 async def ran(client: httpx.AsyncClient, pipeline_id: str) -> tuple[int, int]:
     """Return which revision answers, and with how many tokens."""
     answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"input": "x", "stream": False})
     assert answer.status_code == 200, answer.text
-    whole = shapes.InvokeAnswer.model_validate(answer.json())
+    whole = InvokeAnswer.model_validate(answer.json())
     return whole.revision, whole.usage.output_tokens
 
 
@@ -145,7 +146,7 @@ async def test_a_list_comes_in_pages(cell: LocalCell) -> None:
             answer = await client.get(
                 "/v1/pipelines", params={"limit": 2, **({"after": after} if after else {})}
             )
-            page = shapes.PipelineList.model_validate(answer.json())
+            page = PipelineList.model_validate(answer.json())
             assert len(page.pipelines) <= 2
             seen += [view.pipeline_id for view in page.pipelines]
             if page.next is None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from support.local_cell import CHAT_MODEL
 
-from gateway.http import shapes
+from gateway.http.shapes.pipelines import PipelineView
 
 
 def generation(**fields: Any) -> dict[str, Any]:
@@ -20,7 +20,7 @@ async def declared(client: httpx.AsyncClient, *steps: dict[str, Any], **contract
         "/v1/pipelines", json={"name": "p", "pipeline": {"steps": steps or [generation()]}, **contract}
     )
     assert answer.status_code == 201, answer.text
-    shapes.PipelineView.model_validate(answer.json())
+    PipelineView.model_validate(answer.json())
     pipeline_id: str = answer.json()["pipeline_id"]
     return pipeline_id
 
@@ -30,7 +30,7 @@ async def settled(client: httpx.AsyncClient, pipeline_id: str) -> dict[str, Any]
     view: dict[str, Any] = {"status": "deploying"}
     while view["status"] == "deploying":
         view = (await client.get(f"/v1/pipelines/{pipeline_id}")).json()
-        shapes.PipelineView.model_validate(view)
+        PipelineView.model_validate(view)
     return view
 
 

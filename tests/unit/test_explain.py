@@ -7,7 +7,7 @@ import json
 import pytest
 from support.stories import decision, explained_story, story
 
-from gateway.http.shapes import Explanation
+from gateway.http.shapes.metrics import Explanation
 from gateway.observe.explain import explanation, told
 from gateway.observe.story import Story
 from grid.errors import ContextOverflow, GridError, InvalidRequest, NoEligibleUnit

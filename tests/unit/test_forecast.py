@@ -10,7 +10,7 @@ from support.fleet import make_card, make_view
 from support.scripted import planned
 
 from gateway.http.forecasts import plan_view
-from gateway.http.shapes import PlanView
+from gateway.http.shapes.pipelines import PlanView
 from gateway.pipeline.forecast import EXPECTED_DOCUMENT_TOKENS, forecast, requests_of
 from grid.errors import NoEligibleUnit, Saturated
 from grid.words import Decision, PlacementRequest, Task

@@ -18,7 +18,8 @@ import pytest
 from gateway.http import exchange
 from gateway.http.app import INVOKE_ROUTE, GatewayApp
 from gateway.http.exchange import SERVER_CANCELS
-from gateway.http.shapes import AnthropicErrorEnvelope, ErrorEnvelope, MessageAnswer
+from gateway.http.shapes.compatible import MessageAnswer
+from gateway.http.shapes.errors import AnthropicErrorEnvelope, ErrorEnvelope
 from gateway.http.versions import CURRENT, FIRST, VERSIONS
 from gateway.observe.story import Outcome, Story
 from gateway.pipeline.contract import Contract

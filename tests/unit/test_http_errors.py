@@ -14,7 +14,7 @@ from gateway.http.errors import (
     status_of,
     unexpected,
 )
-from gateway.http.shapes import ErrorEnvelope, OpenAIErrorEnvelope
+from gateway.http.shapes.errors import ErrorEnvelope, OpenAIErrorEnvelope
 from grid.errors import (
     ERRORS,
     ContextOverflow,
