@@ -15,7 +15,6 @@ from grid import calls
 from grid.calls import Call
 from grid.errors import GridError
 from grid.exchange import (
-    DEFAULT_URL,
     TIMEOUT,
     Step,
     Steps,
@@ -36,7 +35,7 @@ class AsyncGrid:
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str = calls.DEFAULT_URL,
         key: str = "",
         *,
         ca_file: Path | str | None = None,

@@ -8,6 +8,8 @@ from typing import Any
 
 from grid.errors import ERRORS, GridError, InternalError, InvalidRequest, revive
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where `grid up` has a cell's gateway listen unless it is told otherwise."""
 FIRST_RETRY_S = 0.1
 RETRY_GROWTH = 1.5
 MAX_RETRIES = 5

@@ -24,7 +24,6 @@ from grid import calls
 from grid.calls import Call
 from grid.errors import GridError
 from grid.exchange import (
-    DEFAULT_URL,
     TIMEOUT,
     Step,
     Steps,
@@ -49,7 +48,7 @@ class Grid:
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str = calls.DEFAULT_URL,
         key: str = "",
         *,
         ca_file: Path | str | None = None,

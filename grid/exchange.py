@@ -14,7 +14,8 @@ from grid.calls import Call, Unreachable, error_of
 from grid.errors import GridError, InternalError, InvalidRequest
 from grid.operations import Json, Open, Operation, Wait
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+INTERFACE_VERSION = "2026-12-01"
+"""That this client is written for; a gateway of a later release still serves it."""
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 330.0
 """Between two pieces of an answer. Above the gateway's own deadline (300 s), so that its error arrives."""
@@ -43,10 +44,6 @@ class Steps(Generic[R]):
         except StopIteration as end:
             self.result = end.value
             return None
-
-
-INTERFACE_VERSION = "2026-12-01"
-"""That this client is written for; a gateway of a later release still serves it."""
 
 
 def key_headers(key: str) -> dict[str, str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gateway.cli.console import print_json, print_table, reporting
-from gateway.cli.options import DEFAULT_URL, AsJson, CaFile, Key, Url, connected
+from gateway.cli.console import print_json, print_table
+from gateway.cli.options import AsJson, with_grid
+
+if TYPE_CHECKING:
+    from grid import Grid
 
 UNKNOWN = "?"
 """What the hardware can't tell is not a zero."""
@@ -14,14 +17,14 @@ NODE_CHARACTERS = 8
 """Of Ray's 56: enough to tell nodes apart, and the table fits a terminal."""
 
 
-def gpus(url: Url = DEFAULT_URL, key: Key = "", ca: CaFile = None, as_json: AsJson = False) -> None:
+@with_grid
+def gpus(*, grid: Grid, as_json: AsJson = False) -> None:
     """List the GPUs: free memory and what others use of it, how busy they are, faults."""
-    with reporting(as_json), connected(url, key, ca) as grid:
-        listed = grid.gpus()
-        if as_json:
-            print_json({"gpus": listed})
-        else:
-            print_gpus(listed)
+    listed = grid.gpus()
+    if as_json:
+        print_json({"gpus": listed})
+    else:
+        print_gpus(listed)
 
 
 def print_gpus(listed: list[dict[str, Any]]) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gateway.cli.console import reporting
+from grid.calls import DEFAULT_URL
 from grid.errors import InvalidRequest, Unauthorised
 
 if TYPE_CHECKING:
@@ -16,7 +21,6 @@ if TYPE_CHECKING:
     from grid.config import Config
 
 DEFAULT_CONFIG = Path("grid.yaml")
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 Url = Annotated[str, typer.Option("--url", envvar="GRID_URL", help="Address of the gateway.")]
@@ -38,6 +42,32 @@ ConfigFile = Annotated[
     ),
 ]
 
+CONNECTION = (
+    Parameter("url", Parameter.KEYWORD_ONLY, default=DEFAULT_URL, annotation=Url),
+    Parameter("key", Parameter.KEYWORD_ONLY, default="", annotation=Key),
+    Parameter("ca", Parameter.KEYWORD_ONLY, default=None, annotation=CaFile),
+)
+"""Options of every command that asks a gateway."""
+
+
+def with_grid(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command of a function of a client, `grid`, and `as_json`: the options of the connection stand in
+    the client's place, and what goes wrong is reported."""
+    # Only a type checker imports `Grid`, whose name is the one annotation that can't be read here.
+    own = inspect.signature(command, eval_str=True, locals={"Grid": None})
+    parameters: list[Parameter] = []
+    for parameter in own.parameters.values():
+        parameters += CONNECTION if parameter.name == "grid" else [parameter]
+
+    @wraps(command)
+    def connecting(*, url: str, key: str, ca: Path | None, as_json: bool, **given: Any) -> None:
+        with reporting(as_json), connected(url, key, ca) as grid:
+            command(grid=grid, as_json=as_json, **given)
+
+    connecting.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    connecting.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return connecting
+
 
 def variables_of(given: list[str] | None) -> dict[str, dict[str, str]]:
     """Return the call's option that `--var` gives; none where it wasn't given."""
@@ -55,7 +85,7 @@ def configuration(path: Path | None) -> Config:
 
 
 @contextmanager
-def connected(url: str, key: str, ca: Path | None = None) -> Iterator[Grid]:
+def connected(url: str, key: str, ca: Path | None) -> Iterator[Grid]:
     """Yield a client; a refused key is told with where keys come from."""
     from grid import Grid
 

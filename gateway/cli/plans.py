@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from gateway.cli.console import err, out, print_json, print_table, reporting, visible
-from gateway.cli.options import DEFAULT_URL, AsJson, CaFile, Key, Url, Variables, connected, variables_of
+from gateway.cli.console import err, out, print_json, print_table, visible
+from gateway.cli.options import AsJson, Variables, variables_of, with_grid
+
+if TYPE_CHECKING:
+    from grid import Grid
 
 MAX_SHOWN = 10
 """Units of each kind and step on a screen; `--json` has all that the grid tells."""
 COLUMNS = ("unit", "GPU", "region", "queue", "prefill", "decode", "total ms", "cu s")
 
 
+@with_grid
 def dry_run(
     pipeline: Annotated[str, typer.Argument(help="Name or id.", show_default=False)],
     text: Annotated[str, typer.Argument(metavar="INPUT", help="What would be asked.", show_default=False)],
-    url: Url = DEFAULT_URL,
-    key: Key = "",
-    ca: CaFile = None,
+    *,
+    grid: Grid,
     variable: Variables = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where a call would run and why. Nothing is run, reserved or charged."""
-    with reporting(as_json):
-        options = variables_of(variable)
-        with connected(url, key, ca) as grid:
-            plan = grid.pipeline(pipeline).dry_run(text, **options)
-        if as_json:
-            print_json(plan)
-        else:
-            print_plan(plan)
+    options = variables_of(variable)
+    plan = grid.pipeline(pipeline).dry_run(text, **options)
+    if as_json:
+        print_json(plan)
+    else:
+        print_plan(plan)
 
 
 def print_plan(plan: dict[str, Any]) -> None:

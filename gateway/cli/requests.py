@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from gateway.cli.console import out, print_fields, print_json, print_table, reporting, visible
-from gateway.cli.options import DEFAULT_URL, AsJson, CaFile, Key, Url, connected
+from gateway.cli.console import out, print_fields, print_json, print_table, visible
+from gateway.cli.options import AsJson, with_grid
+
+if TYPE_CHECKING:
+    from grid import Grid
 
 COLUMNS = ("step", "", "unit", "network", "queue", "prefill", "decode", "pressure", "total ms", "")
 NO_TIME = "-"
 
 
+@with_grid
 def explain(
     request_id: Annotated[str, typer.Argument(help="From `x-request-id` or an answer.", show_default=False)],
-    url: Url = DEFAULT_URL,
-    key: Key = "",
-    ca: CaFile = None,
+    *,
+    grid: Grid,
     as_json: AsJson = False,
 ) -> None:
     """Show what was decided for a call, what was rejected, and predicted against actual times."""
-    with reporting(as_json), connected(url, key, ca) as grid:
-        told = grid.explanation(request_id)
-        if as_json:
-            print_json(told)
-        else:
-            print_explanation(told)
+    told = grid.explanation(request_id)
+    if as_json:
+        print_json(told)
+    else:
+        print_explanation(told)
 
 
 def print_explanation(told: dict[str, Any]) -> None:

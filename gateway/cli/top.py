@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.console import out, print_json, reporting, visible
-from gateway.cli.options import DEFAULT_URL, AsJson, CaFile, Key, Url, connected
+from gateway.cli.console import out, print_json, visible
+from gateway.cli.options import AsJson, with_grid
+
+if TYPE_CHECKING:
+    from grid import Grid
 
 FIGURES_PER_S = 4.0
 """How often the screen is drawn; the view of the fleet behind it is at most a second old."""
@@ -31,32 +34,31 @@ class Totals(NamedTuple):
     kv_tokens_total: int
 
 
+@with_grid
 def top(
     once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
     interval_s: Annotated[float, typer.Option("--interval", help="Seconds between looks.", min=0.2)] = 1.0,
-    url: Url = DEFAULT_URL,
-    key: Key = "",
-    ca: CaFile = None,
+    *,
+    grid: Grid,
     as_json: AsJson = False,
 ) -> None:
     """Watch units, streams, queues and KV cache, and how the key's calls go. `--json` implies `--once`."""
-    with reporting(as_json), connected(url, key, ca) as grid:
-        units, metrics = grid.units(), grid.metrics()["metrics"]
-        if as_json:
-            print_json({"totals": totals(units)._asdict(), "metrics": metrics, "units": units})
-            return
-        if once or not out.is_terminal:
-            out.print(screen(units, metrics))
-            return
-        from rich.live import Live
+    units, metrics = grid.units(), grid.metrics()["metrics"]
+    if as_json:
+        print_json({"totals": totals(units)._asdict(), "metrics": metrics, "units": units})
+        return
+    if once or not out.is_terminal:
+        out.print(screen(units, metrics))
+        return
+    from rich.live import Live
 
-        with Live(screen(units, metrics), console=out, screen=True, refresh_per_second=FIGURES_PER_S) as live:
-            try:
-                while True:
-                    time.sleep(interval_s)
-                    live.update(screen(grid.units(), grid.metrics()["metrics"]))
-            except KeyboardInterrupt:
-                return
+    with Live(screen(units, metrics), console=out, screen=True, refresh_per_second=FIGURES_PER_S) as live:
+        try:
+            while True:
+                time.sleep(interval_s)
+                live.update(screen(grid.units(), grid.metrics()["metrics"]))
+        except KeyboardInterrupt:
+            return
 
 
 def totals(units: list[dict[str, Any]]) -> Totals:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from gateway.cli.console import out, print_json, print_table, reporting, steps, visible
-from gateway.cli.options import DEFAULT_URL, AsJson, CaFile, Key, Url, connected
+from gateway.cli.console import out, print_json, print_table, steps, visible
+from gateway.cli.options import AsJson, with_grid
 from grid.errors import DeadlineExceeded, InvalidRequest, NotFound
+
+if TYPE_CHECKING:
+    from grid import Grid
 
 POLL_S = 0.5
 """A view of the fleet is at most a second old."""
@@ -20,16 +23,17 @@ DEFAULT_WAIT_S = 600.0
 BUSY_STATES = ("ready", "draining")
 
 
-def units(url: Url = DEFAULT_URL, key: Key = "", ca: CaFile = None, as_json: AsJson = False) -> None:
+@with_grid
+def units(*, grid: Grid, as_json: AsJson = False) -> None:
     """List the units: what each owns, runs and has room for."""
-    with reporting(as_json), connected(url, key, ca) as grid:
-        listed = grid.units()
-        if as_json:
-            print_json({"units": listed})
-        else:
-            print_units(listed)
+    listed = grid.units()
+    if as_json:
+        print_json({"units": listed})
+    else:
+        print_units(listed)
 
 
+@with_grid
 def drain(
     target: Annotated[
         str,
@@ -41,26 +45,24 @@ def drain(
     ] = False,
     wait: Annotated[bool, typer.Option(help="Wait until it has nothing left to do.")] = True,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait.", min=0.0)] = DEFAULT_WAIT_S,
-    url: Url = DEFAULT_URL,
-    key: Key = "",
-    ca: CaFile = None,
+    *,
+    grid: Grid,
     as_json: AsJson = False,
 ) -> None:
     """Take a unit out of work: nothing new goes to it, what runs ends by itself. It stays loaded."""
-    with reporting(as_json), connected(url, key, ca) as grid:
-        if undo and restart:
-            raise InvalidRequest("--undo and --restart exclude each other", param="undo")
-        chosen = named(grid.units(), target)
-        rows = [grid.drain(unit_id, draining=not undo, restart=restart) for unit_id in chosen]
-        if wait and not undo and not restart:
-            with steps() as progress:
-                rows = until_drained(grid.units, chosen, timeout_s, progress)
-        if as_json:
-            print_json({"units": rows})
-            return
-        for row in rows:
-            state = "restarts once it is idle" if restart else f"is {row['state']}"
-            out.print(Text(f"{visible(row['unit_id'])} {state}"))
+    if undo and restart:
+        raise InvalidRequest("--undo and --restart exclude each other", param="undo")
+    chosen = named(grid.units(), target)
+    rows = [grid.drain(unit_id, draining=not undo, restart=restart) for unit_id in chosen]
+    if wait and not undo and not restart:
+        with steps() as progress:
+            rows = until_drained(grid.units, chosen, timeout_s, progress)
+    if as_json:
+        print_json({"units": rows})
+        return
+    for row in rows:
+        state = "restarts once it is idle" if restart else f"is {row['state']}"
+        out.print(Text(f"{visible(row['unit_id'])} {state}"))
 
 
 def named(listed: Sequence[dict[str, Any]], target: str) -> list[str]:
