@@ -19,7 +19,7 @@ from gateway.observe.ledger import HOUR_S
 from gateway.observe.prometheus import CONTENT_TYPE, render
 from gateway.observe.series import health
 from gateway.observe.totals import MICRO
-from gateway.pipeline.contract import Contract, GenerationStep
+from gateway.pipeline.contract import GenerationStep
 from gateway.pipeline.resolution import stands_for
 from gateway.records import PipelineRecord
 from gateway.services import Services
@@ -49,7 +49,7 @@ async def read_metrics(
     window = await figures.window(tenant_id, pipeline_id or "")
     burst = await figures.burst(tenant_id, pipeline_id or "")
     fleet = call.services.placement.fleet.units
-    models = models_of(record.contract, call.services.config) if record is not None else None
+    models = models_of(record, call.services.config) if record is not None else None
     answer: dict[str, Any] = {
         "pipeline_id": pipeline_id,
         "metrics": {
@@ -159,10 +159,10 @@ def usage_answer(rows: list[UsageHour], begin: datetime, end: datetime) -> dict[
     }
 
 
-def models_of(contract: Contract, config: Config) -> frozenset[str]:
-    """Return the models whose units a pipeline's steps run on, as far as its contract names them."""
+def models_of(record: PipelineRecord, config: Config) -> frozenset[str]:
+    """Return the models whose units a pipeline's calls run on, as far as their contract names them."""
     named = []
-    for step in contract.pipeline.steps:
+    for step in (record.serving or record).contract.pipeline.steps:
         if isinstance(step, GenerationStep):
             named.append(step.model)
         elif step.query_embedding is not None:
