@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.http.call import Call
-from gateway.http.pipelines import plan_of, to_run
+from gateway.http.serving import plan_of, to_run
 from gateway.pipeline.contract import Contract, GenerationStep
 from gateway.pipeline.invocation import ChatMessage, Invocation
 from gateway.pipeline.plan import Plan, plan_chat

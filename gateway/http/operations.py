@@ -162,6 +162,8 @@ def unit_view(unit: FleetUnit) -> dict[str, Any]:
 
 SAMPLE_DIGITS = 3
 """Of a reading: what NVML gives is no more precise."""
+NO_READINGS = ("uuid", "throttle", "fault")
+"""Fields of a sample that are no figures."""
 
 
 def known(reading: float) -> float | None:
@@ -185,6 +187,3 @@ def gpu_view(gpu: FleetGpu) -> dict[str, Any]:
         **readings,
         "sample_age_ms": known(gpu.sample_age_ms),
     }
-
-
-NO_READINGS = ("uuid", "throttle", "fault")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -16,19 +14,20 @@ from gateway.http.documented import body, errors
 from gateway.http.exchange import unless_client_leaves
 from gateway.http.forecasts import plan_view
 from gateway.http.runs import region_header, streamed, whole
+from gateway.http.serving import plan_of, present_sources, serving, to_run
 from gateway.http.shapes.pipelines import PipelineList, PipelineView, PlanView
 from gateway.http.shapes.shape import Deleted
 from gateway.http.views import GridEvents, whole_answer
 from gateway.observe.figures import StepFigures
-from gateway.pipeline.contract import Contract, RetrievalStep, parse
+from gateway.pipeline.contract import Contract, parse
 from gateway.pipeline.forecast import doubts, forecast
 from gateway.pipeline.invocation import Invocation, OneShot, overridden
-from gateway.pipeline.plan import Plan, plan_invocation, streams
+from gateway.pipeline.plan import streams
 from gateway.pipeline.registry import MAX_PAGE
 from gateway.pipeline.resolution import check_models, check_sources
-from gateway.records import DataSourceRecord, PipelineRecord, PipelineStatus
+from gateway.records import PipelineRecord, PipelineStatus
 from gateway.trust.residency import check_marks, texts_within
-from grid.errors import InvalidRequest, NoEligibleUnit, NotFound
+from grid.errors import InvalidRequest
 
 router = APIRouter(tags=["pipelines"])
 
@@ -189,62 +188,6 @@ async def answer(call: Call, record: PipelineRecord, invocation: Invocation) -> 
     else:
         result = await whole(run)
         await call.exchange.respond(200, whole_answer(result), region_header([*result.ends()]))
-
-
-def to_run(call: Call, record: PipelineRecord) -> PipelineRecord:
-    """Return a pipeline as this call runs it, and write down which revision that is. Raises as `serving`."""
-    call.story.of(record.pipeline_id, record.serving.number if record.serving else record.revision)
-    return serving(record)
-
-
-def serving(record: PipelineRecord) -> PipelineRecord:
-    """Return a pipeline as calls run it: while its newest revision is not active, the one before that was.
-
-    One that was never active is tried while it is being deployed. Raises NoEligibleUnit when it failed.
-    """
-    if record.serving is not None:
-        number, contract = record.serving.number, record.serving.contract
-        return replace(record, revision=number, contract=contract, status=PipelineStatus.ACTIVE, serving=None)
-    if record.status is PipelineStatus.FAILED:
-        raise NoEligibleUnit(
-            f"pipeline {record.pipeline_id} is not deployed: {record.reason}",
-            pipeline_status=record.status.value,
-        )
-    return record
-
-
-async def plan_of(
-    call: Call, record: PipelineRecord, invocation: Invocation | None, *, request_id: str = ""
-) -> Plan:
-    """Plan one call of a pipeline, under an id of its own where it has one. Raises NotFound for a data source
-    that is gone."""
-    return plan_invocation(
-        record.contract,
-        invocation,
-        request_id=request_id or call.request_id,
-        pipeline_id=record.pipeline_id,
-        revision=record.revision,
-        tenant=call.tenant,
-        config=call.services.config,
-        sources={step.id or "": await source_of(call, step) for step in record.contract.pipeline.retrievals},
-        residency=call.residency,
-    )
-
-
-async def present_sources(call: Call, contract: Contract) -> dict[str, DataSourceRecord]:
-    """Return the data sources of a contract that exist already, by step id."""
-    found = {}
-    for step in contract.pipeline.retrievals:
-        with contextlib.suppress(NotFound):
-            found[step.id or ""] = await source_of(call, step)
-    return found
-
-
-async def source_of(call: Call, step: RetrievalStep) -> DataSourceRecord:
-    registry = call.services.registry
-    if step.data_source_id is not None:
-        return await registry.get_source(call.tenant.tenant_id, step.data_source_id)
-    return await registry.find_source(call.tenant.tenant_id, step.source or "")
 
 
 def only_json(accept: str) -> bool:
