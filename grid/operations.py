@@ -75,9 +75,9 @@ class Operations:
         items: list[Json] = (yield from self.call(Call("GET", path)))[key]
         return items
 
-    def _create(self, path: str, body: Mapping[str, Any]) -> Operation[Json]:
-        """The key makes a create that is tried again make one thing."""
-        return self.call(Call("POST", path, body, {"idempotency-key": new_id("")}))
+    def _make(self, method: str, path: str, body: Mapping[str, Any]) -> Operation[Json]:
+        """The key makes a call that is tried again make one thing."""
+        return self.call(Call(method, path, body, {"idempotency-key": new_id("")}))
 
     def models(self) -> Operation[list[Json]]:
         return self._list("/v1/models", "data")
@@ -125,20 +125,21 @@ class Operations:
         """Raises NotFound."""
         if name_or_id.startswith("ds-"):
             return (yield from self.call(Call("GET", f"/v1/data-sources/{_part(name_or_id)}")))
-        for source in (yield from self.sources()):
-            if source["name"] == name_or_id:
-                return source
-        raise NotFound(f"there is no data source named {name_or_id!r}", param="source")
+        found = yield from self._source_named(name_or_id)
+        if found is None:
+            raise NotFound(f"there is no data source named {name_or_id!r}", param="source")
+        return found
+
+    def _source_named(self, name: str) -> Operation[Json | None]:
+        return next((source for source in (yield from self.sources()) if source["name"] == name), None)
 
     def create_source(self, body: Mapping[str, Any]) -> Operation[Json]:
-        return self._create("/v1/data-sources", body)
+        return self._make("POST", "/v1/data-sources", body)
 
     def ensure_source(self, body: Mapping[str, Any]) -> Operation[Json]:
         """Return the data source of that name, created if there is none."""
-        try:
-            return (yield from self.source(str(body["name"])))
-        except NotFound:
-            return (yield from self.create_source(body))
+        found = yield from self._source_named(str(body["name"]))
+        return found if found is not None else (yield from self.create_source(body))
 
     def delete_source(self, name_or_id: str) -> Operation[Json]:
         source = yield from self.source(name_or_id)
@@ -178,22 +179,24 @@ class Operations:
         """Return a pipeline; of several with one name the newest active one. Raises NotFound."""
         if name_or_id.startswith("pl-"):
             return (yield from self.call(Call("GET", f"/v1/pipelines/{_part(name_or_id)}")))
-        found = yield from self._named(name_or_id)
-        if not found:
+        found = yield from self._pipeline_named(name_or_id)
+        if found is None:
             raise NotFound(f"there is no pipeline named {name_or_id!r}", param="pipeline")
-        return max(found, key=lambda record: (record["status"] == "active", record["created_at"]))
+        return found
 
-    def _named(self, name: str) -> Operation[list[Json]]:
-        return [record for record in (yield from self.pipelines()) if record["name"] == name]
+    def _pipeline_named(self, name: str) -> Operation[Json | None]:
+        found = [record for record in (yield from self.pipelines()) if record["name"] == name]
+        return max(found, key=lambda each: (each["status"] == "active", each["created_at"]), default=None)
 
     def create_pipeline(self, contract: Mapping[str, Any]) -> Operation[Json]:
-        return self._create("/v1/pipelines", contract)
+        return self._make("POST", "/v1/pipelines", contract)
 
     def update_pipeline(self, name_or_id: str, contract: Mapping[str, Any]) -> Operation[Json]:
-        """Make the contract the pipeline's next revision; the key makes one that is tried again make one."""
-        record = yield from self.pipeline(name_or_id)
-        path = f"/v1/pipelines/{_part(record['pipeline_id'])}"
-        return (yield from self.call(Call("PUT", path, contract, {"idempotency-key": new_id("")})))
+        """Make the contract the pipeline's next revision."""
+        return (yield from self._revise((yield from self.pipeline(name_or_id)), contract))
+
+    def _revise(self, record: Json, contract: Mapping[str, Any]) -> Operation[Json]:
+        return self._make("PUT", f"/v1/pipelines/{_part(record['pipeline_id'])}", contract)
 
     def delete_pipeline(self, name_or_id: str) -> Operation[Json]:
         record = yield from self.pipeline(name_or_id)
@@ -232,10 +235,9 @@ class Operations:
         name = contract.get("name")
         if not name:
             raise InvalidRequest("a contract needs a `name` to be applied under; add one", param="name")
-        try:
-            made = yield from self.update_pipeline(str(name), contract)
-        except NotFound:
-            made = yield from self.create_pipeline(contract)
+        earlier = yield from self._pipeline_named(str(name))
+        making = self.create_pipeline(contract) if earlier is None else self._revise(earlier, contract)
+        made = yield from making
         return (yield from self.wait_active(made["pipeline_id"], timeout_s, made["revision"]))
 
     def invoke(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Answer]:
@@ -247,8 +249,8 @@ class Operations:
     ) -> Operation[list[Answer | GridError]]:
         """Return what came of each input, in their order."""
         path = yield from self._path(name_or_id, "invoke")
-        given = [each if isinstance(each, str) else [dict(turn) for turn in each] for each in inputs]
-        answer = yield from self.call(Call("POST", path, {"inputs": given, **options, "stream": False}))
+        body = {"inputs": list(map(_plain, inputs)), **options, "stream": False}
+        answer = yield from self.call(Call("POST", path, body))
         return [outcome_of(result) for result in answer["results"]]
 
     def dry_run(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Json]:
@@ -288,7 +290,11 @@ class Operations:
 
 
 def _said(given: Input) -> Json:
-    return {"input": given} if isinstance(given, str) else {"messages": [dict(turn) for turn in given]}
+    return {"input" if isinstance(given, str) else "messages": _plain(given)}
+
+
+def _plain(given: Input) -> str | list[dict[str, str]]:
+    return given if isinstance(given, str) else [dict(turn) for turn in given]
 
 
 def _part(text: str) -> str:

@@ -258,6 +258,20 @@ def test_apply_creates_what_has_no_name_yet() -> None:
     assert script.asked[1].url.params["after"] == "2025~pl 1"
 
 
+def test_a_name_that_looks_like_an_id_is_a_name_where_only_names_are_taken() -> None:
+    pipeline = {**LISTED, "name": "pl-help"}
+    script = Script(
+        httpx.Response(200, json={"pipelines": [pipeline]}),
+        httpx.Response(200, json=pipeline),
+        httpx.Response(200, json=pipeline),
+        httpx.Response(200, json={"data_sources": [{"name": "ds-help", "data_source_id": "ds-1"}]}),
+    )
+    grid = grid_of(script)
+    assert grid.apply_pipeline({"name": "pl-help"})["pipeline_id"] == "pl-1"
+    assert grid.ensure_source("ds-help")["data_source_id"] == "ds-1"
+    assert [r.method for r in script.asked] == ["GET", "PUT", "GET", "GET"]
+
+
 def test_apply_shows_why_a_revision_failed_and_that_the_last_one_goes_on() -> None:
     failed = {**LISTED, "revision": 2, "status": "failed", "reason": "no unit runs model-x"}
     script = Script(
