@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grid.runs import EventParser
+from grid.event_stream import EventParser
 
 NAMES = st.text("abcdefgh-", min_size=1, max_size=8)
 LINES = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)

@@ -23,7 +23,8 @@ from grid.errors import (
     Saturated,
     UnitLost,
 )
-from grid.runs import MAX_EVENT_BYTES, Answer, Done, EventParser, Retrieved, Started, StepOutput, Token
+from grid.event_stream import MAX_EVENT_BYTES, EventParser
+from grid.runs import Answer, Done, Retrieved, Started, StepOutput, Token
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
