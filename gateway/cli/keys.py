@@ -55,7 +55,7 @@ def keys_create(
 @app.command("revoke")
 @with_grid
 def keys_revoke(
-    key_id: Annotated[str, typer.Argument(help="From `grid keys`.", show_default=False)],
+    key_id: Annotated[str, typer.Argument(help="From `grid keys list`.", show_default=False)],
     *,
     grid: Grid,
     as_json: AsJson = False,

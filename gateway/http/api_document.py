@@ -33,7 +33,15 @@ from gateway.http.shapes.runs import (
     StepEvent,
     TokenEvent,
 )
-from gateway.http.versions import ALIAS, CURRENT, HEADER, MESSAGES_API, MESSAGES_PREFIX, VERSIONS
+from gateway.http.versions import (
+    ALIAS,
+    CURRENT,
+    HEADER,
+    MESSAGES_API,
+    MESSAGES_CLIENTS,
+    MESSAGES_PREFIX,
+    VERSIONS,
+)
 from gateway.pipeline.contract import Contract
 from gateway.pipeline.invocation import Invocation, OneShot
 
@@ -278,7 +286,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
 
 def _parameters(path: str, method: str) -> list[dict[str, str]]:
     names = ["version", "residency", "clientRequestId"]
-    if path.startswith(MESSAGES_PREFIX):
+    if path.startswith(MESSAGES_CLIENTS):
         names.append("messagesVersion")
     if (method, path) in CREATES:
         names.append("idempotencyKey")
