@@ -67,7 +67,7 @@ def down(config: ConfigFile = None, as_json: AsJson = False) -> None:
 
 
 def status(config: ConfigFile = None, key: Key = "", as_json: AsJson = False) -> None:
-    """Show the cell on this machine; with a key, its units too."""
+    """Show the cell on this machine; with an operator's key, its units too."""
     from gateway import launch
     from grid import Grid
 
