@@ -16,12 +16,10 @@ from redis.asyncio import BlockingConnectionPool, Redis, UnixDomainSocketConnect
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from gateway.redis_server import EmbeddedRedis, embedded_password, embedded_socket
+from gateway.redis_server import embedded_password, embedded_socket
 from gateway.trust.keyfiles import read_secret, secret_path
 from grid.config import Config
 from grid.errors import InternalError, Rejected
-
-__all__ = ["EmbeddedRedis", "Lease", "as_bytes", "open_redis", "run_script", "state_errors"]
 
 SCHEMA_VERSION = 1
 """Raised when a release stores something that the release before it can't read."""

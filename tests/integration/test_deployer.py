@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,14 +57,6 @@ class Placement:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return cell_config(tmp_path)
-
-
-@pytest.fixture
-async def redis(config: Config) -> AsyncIterator[Redis]:
-    with running_redis(config.cell.state_dir):
-        client = await open_redis(config)
-        yield client
-        await client.aclose()
 
 
 def contract(source: str = "", model: str = CHAT_MODEL) -> Contract:

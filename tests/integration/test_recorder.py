@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
-from support.state import config_at, running_redis
+from support.state import running_redis
 from support.stories import story
 
 from gateway.observe import recorder as recorder_module
@@ -22,19 +20,6 @@ from grid.config import Config
 from grid.errors import NotFound, Rejected
 
 NOW = 1_800_000_000.0
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return config_at(tmp_path)
-
-
-@pytest.fixture
-async def redis(config: Config) -> AsyncIterator[Redis]:
-    with running_redis(config.cell.state_dir):
-        client = await open_redis(config)
-        yield client
-        await client.aclose()
 
 
 class ForgetfulLine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from gateway.pipeline.contract import Contract
 from gateway.pipeline.registry import PIPELINES, SOURCES, Registry
 from gateway.records import DataSourceRecord, PipelineStatus, Revision
 from gateway.state import open_redis
-from grid.config import Config
 from grid.errors import (
     Conflict,
     GridError,
@@ -43,19 +41,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return config_at(tmp_path)
-
-
-@pytest.fixture
-async def redis(config: Config) -> AsyncIterator[Redis]:
-    with running_redis(config.cell.state_dir):
-        client = await open_redis(config)
-        yield client
-        await client.aclose()
 
 
 async def source(registry: Registry, tenant_id: str, name: str = "kb", **fields: Any) -> DataSourceRecord:

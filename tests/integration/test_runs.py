@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.state import config_at
 
 from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
 from gateway.pipeline.contract import GenerationStep, StreamControl
@@ -20,6 +20,7 @@ from gateway.pipeline.invocation import ChatMessage
 from gateway.pipeline.plan import Plan, plan_chat
 from gateway.pipeline.runner import Runner
 from gateway.records import Tenant
+from gateway.trust.keyfiles import read_secret, secret_path
 from grid.config import Config
 from grid.engines.base import Generation, steps_of
 from grid.engines.simulated import SimulatedEngine
@@ -67,18 +68,12 @@ class Cell:
 
 @asynccontextmanager
 async def cell(tmp_path: Path, *, units: int = 2, **model: Any) -> AsyncIterator[Cell]:
-    secret = secrets.token_bytes(32)
-    (tmp_path / "secrets").mkdir()
-    (tmp_path / "secrets" / "link.key").write_bytes(secret)
-    config = Config.model_validate(
-        {
-            "cell": {"state_dir": str(tmp_path)},
-            "models": [
-                {"name": MODEL, "engine": "simulated", "precision": "bf16", "context_tokens": 4096, **model}
-            ],
-            "aliases": {"gpt-4o-mini": MODEL},
-        }
+    config = config_at(
+        tmp_path,
+        models=[{"name": MODEL, "engine": "simulated", "precision": "bf16", "context_tokens": 4096, **model}],
+        aliases={"gpt-4o-mini": MODEL},
     )
+    secret = read_secret(secret_path(tmp_path, "link.key"))
     placement = PlacementActor(config)
     client = PlacementClient(placement.address, peer_id="gateway-1", secret=secret)
     complete = asyncio.Event()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return config_at(tmp_path)
-
-
-@pytest.fixture
-async def redis(config: Config) -> AsyncIterator[Redis]:
-    with running_redis(config.cell.state_dir):
-        client = await open_redis(config)
-        yield client
-        await client.aclose()
 
 
 async def test_a_key_names_its_tenant(redis: Redis, config: Config) -> None:

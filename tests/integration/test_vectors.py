@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from qdrant_client import AsyncQdrantClient
-from support.state import config_at
 
 from gateway.knowledge.filters import Filter, parse_filter
 from gateway.knowledge.sources import embedded
@@ -61,11 +60,6 @@ async def put(store: VectorStore, collection: Collection, *documents: tuple[str,
 def store_for(config: Config, actor: VectorsActor) -> EmbeddedStore:
     secret = read_secret(secret_path(config.cell.state_dir, "link.key"))
     return EmbeddedStore(actor.address, peer_id="gateway-1", secret=secret)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return config_at(tmp_path)
 
 
 @pytest.fixture(params=["embedded", "qdrant"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,11 +17,12 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 import uvicorn
+from support.state import running_redis
 
 from gateway.http.app import GatewayApp
 from gateway.knowledge.sources.embedded import VectorsActor
-from gateway.services import Services, build_services
-from gateway.state import EmbeddedRedis
+from gateway.services import LINK_KEY_FILE, Services, build_services
+from gateway.trust.keyfiles import read_or_make_secret, secret_path
 from grid.config import Config, Model
 from grid.engines.base import EngineFacts, EngineLoad
 from grid.units.actor import Site, UnitActor
@@ -135,12 +135,7 @@ class LocalCell:
 @asynccontextmanager
 async def local_cell(config: Config, replicas: int = 1) -> AsyncIterator[LocalCell]:
     state_dir = config.cell.state_dir
-    (state_dir / "secrets").mkdir(parents=True, exist_ok=True, mode=0o700)
-    link_key = state_dir / "secrets" / "link.key"
-    link_key.write_bytes(secrets.token_bytes(32))
-    link_key.chmod(0o600)
-    redis = EmbeddedRedis(state_dir)
-    await asyncio.to_thread(redis.start)
+    read_or_make_secret(secret_path(state_dir, LINK_KEY_FILE))
     placement = PlacementActor(config)
     vectors = VectorsActor(config)
     units: dict[str, UnitActor] = {}
@@ -153,36 +148,37 @@ async def local_cell(config: Config, replicas: int = 1) -> AsyncIterator[LocalCe
         built.append(services)
         return services
 
-    try:
-        await placement.start()
-        for unit_id, model in planned_units(config):
-            units[unit_id] = _unit(config, model, unit_id, placement)
-            await units[unit_id].start()
-        async with AsyncExitStack() as serving:
-            urls = [
-                await serving.enter_async_context(_served(GatewayApp(config, build))) for _ in range(replicas)
-            ]
-            keys = await built[0].tenants.bootstrap()
-            async with asyncio.timeout(READY_WITHIN_S):
-                for services in built:
-                    while await services.not_ready():  # noqa: ASYNC110  readiness is asked, as a probe does
-                        await asyncio.sleep(0.01)
-            yield LocalCell(
-                config,
-                urls[0],
-                keys["operator_key"],
-                keys["tenant_key"],
-                built[0],
-                placement,
-                units,
-                tuple(zip(urls, built, strict=True)),
-            )
-    finally:
-        for unit in units.values():
-            await unit.stop()
-        await vectors.close()
-        await placement.close()
-        await asyncio.to_thread(redis.stop)
+    with running_redis(state_dir):
+        try:
+            await placement.start()
+            for unit_id, model in planned_units(config):
+                units[unit_id] = _unit(config, model, unit_id, placement)
+                await units[unit_id].start()
+            async with AsyncExitStack() as serving:
+                urls = [
+                    await serving.enter_async_context(_served(GatewayApp(config, build)))
+                    for _ in range(replicas)
+                ]
+                keys = await built[0].tenants.bootstrap()
+                async with asyncio.timeout(READY_WITHIN_S):
+                    for services in built:
+                        while await services.not_ready():  # noqa: ASYNC110  readiness is asked, as a probe does
+                            await asyncio.sleep(0.01)
+                yield LocalCell(
+                    config,
+                    urls[0],
+                    keys["operator_key"],
+                    keys["tenant_key"],
+                    built[0],
+                    placement,
+                    units,
+                    tuple(zip(urls, built, strict=True)),
+                )
+        finally:
+            for unit in units.values():
+                await unit.stop()
+            await vectors.close()
+            await placement.close()
 
 
 def planned_units(config: Config) -> Iterator[tuple[str, Model]]:
