@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ import psutil
 import pytest
 from support import prometheus
 from support.certificates import self_signed
+from support.ports import free_port
 
 from gateway import launch
 from grid import Grid
@@ -59,12 +59,6 @@ DOCUMENTS = [
     {"id": "reset-old", "text": "Reset your password by telephone.", "metadata": {"status": "draft"}},
     {"id": "sftp", "text": "Upload files over SFTP on port 2222.", "metadata": {"status": "published"}},
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

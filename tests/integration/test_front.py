@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import ssl
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import pytest
 import pytest_asyncio
 from support.certificates import self_signed
 from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
+from support.ports import free_port
 
 from gateway.proxy import check_tls, serve_environment
 from grid import Grid
@@ -90,8 +90,7 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
 @asynccontextmanager
 async def proxied(cell: LocalCell, tls: Tls | None) -> AsyncIterator[str]:
     """Run HAProxy before the cell's gateway, started as Serve starts it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     config = Config(gateway=Gateway(port=port, tls=tls))
     # Sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="zg-", dir="/tmp") as name:

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 
 from gateway.http.shapes.errors import ErrorEnvelope
 from gateway.proxy import serve_environment
@@ -44,12 +45,6 @@ def silent() -> Iterator[socket.socket]:
     """A replica that takes connections and says nothing."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         yield listener
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ class Placement:
         return self.load
 
 
-class Cell1:
+class UnitCell:
     """A unit, its placement server, and a gateway's link to it."""
 
     def __init__(self, folder: Path) -> None:
@@ -127,8 +127,8 @@ class Cell1:
 
 
 @pytest.fixture
-async def cell(tmp_path: Path) -> AsyncIterator[Cell1]:
-    cell = Cell1(tmp_path)
+async def cell(tmp_path: Path) -> AsyncIterator[UnitCell]:
+    cell = UnitCell(tmp_path)
     yield cell
     await cell.close()
 
@@ -185,7 +185,7 @@ class Stream:
         self.stream.send(Cancel(self.stream.id))
 
 
-async def test_card_and_reports(cell: Cell1) -> None:
+async def test_card_and_reports(cell: UnitCell) -> None:
     actor = await cell.unit(model(FAST))
     load = await cell.placement.until(lambda load: load.state == UnitState.READY)
     [announce] = cell.placement.announced
@@ -202,7 +202,7 @@ async def test_card_and_reports(cell: Cell1) -> None:
     assert described["counters"]["accepted"] == 0, "the canary is no stream"
 
 
-async def test_a_stream_from_submit_to_done(cell: Cell1) -> None:
+async def test_a_stream_from_submit_to_done(cell: UnitCell) -> None:
     link = await cell.link(await cell.unit(model(FAST)))
     stream = Stream(link, 40)
     done = await stream.until(Done, Failed, Refused)
@@ -217,7 +217,7 @@ async def test_a_stream_from_submit_to_done(cell: Cell1) -> None:
     await cell.placement.until(lambda load: load.running == 0 and not load.reservations)
 
 
-async def test_a_continuation_goes_on_where_the_first_attempt_stood(cell: Cell1) -> None:
+async def test_a_continuation_goes_on_where_the_first_attempt_stood(cell: UnitCell) -> None:
     link = await cell.link(await cell.unit(model(FAST)))
     first = Stream(link, 12)
     await first.until(Done)
@@ -238,7 +238,7 @@ async def test_a_continuation_goes_on_where_the_first_attempt_stood(cell: Cell1)
     assert [each for frame in frames for each in frame.ids] == ids[5:]
 
 
-async def test_saturation_queue_and_cancel(cell: Cell1) -> None:
+async def test_saturation_queue_and_cancel(cell: UnitCell) -> None:
     actor = await cell.unit(model(SLOW))
     link = await cell.link(actor)
     running = [Stream(link, 1000), Stream(link, 1000)]
@@ -264,7 +264,7 @@ async def test_saturation_queue_and_cancel(cell: Cell1) -> None:
     assert actor._engine.load().running <= 2
 
 
-async def test_a_client_that_leaves_frees_its_slots(cell: Cell1) -> None:
+async def test_a_client_that_leaves_frees_its_slots(cell: UnitCell) -> None:
     actor = await cell.unit(model(SLOW))
     leaver, stayer = await cell.link(actor), await cell.link(actor)
     await Stream(leaver, 1000).until(Tokens)
@@ -276,14 +276,14 @@ async def test_a_client_that_leaves_frees_its_slots(cell: Cell1) -> None:
     assert (await actor.describe())["counters"]["cancelled"] == 1
 
 
-async def test_deadline_ends_a_running_stream(cell: Cell1) -> None:
+async def test_deadline_ends_a_running_stream(cell: UnitCell) -> None:
     link = await cell.link(await cell.unit(model(SLOW)))
     failed = await Stream(link, 1000, deadline_ms=200.0).until(Failed, Done)
     assert failed.code == "deadline_exceeded"
     await cell.placement.until(lambda load: load.running == 0)
 
 
-async def test_refusals(cell: Cell1) -> None:
+async def test_refusals(cell: UnitCell) -> None:
     link = await cell.link(await cell.unit(model(FAST, context_tokens=128)))
     too_long = await Stream(link, 100, text="word " * 200).until(Refused)
     assert too_long.code == ContextOverflow.code
@@ -302,7 +302,7 @@ async def test_refusals(cell: Cell1) -> None:
         await link.call(lambda stream: Embed(stream, "req_e", "", "m", ("x",), 0.0), 5.0)
 
 
-async def test_drain_lets_running_streams_finish(cell: Cell1) -> None:
+async def test_drain_lets_running_streams_finish(cell: UnitCell) -> None:
     actor = await cell.unit(model(Simulated(speed=2.0)))
     link = await cell.link(actor)
     stream = Stream(link, 20)
@@ -315,7 +315,7 @@ async def test_drain_lets_running_streams_finish(cell: Cell1) -> None:
     await Stream(link, 3).until(Done)
 
 
-async def test_engine_death_fails_streams_and_ends_the_process(cell: Cell1) -> None:
+async def test_engine_death_fails_streams_and_ends_the_process(cell: UnitCell) -> None:
     engine = SimulatedEngine(model(SLOW))
     actor = await cell.unit(model(SLOW), engine)
     link = await cell.link(actor)
@@ -331,14 +331,14 @@ async def test_engine_death_fails_streams_and_ends_the_process(cell: Cell1) -> N
     assert cell.exits == [1]
 
 
-async def test_an_idle_engine_that_dies_is_noticed(cell: Cell1) -> None:
+async def test_an_idle_engine_that_dies_is_noticed(cell: UnitCell) -> None:
     engine = SimulatedEngine(model(FAST))
     await cell.unit(model(FAST), engine)
     engine.crash("killed by the test")
     await cell.placement.until(lambda load: load.state == UnitState.FAILED)
 
 
-async def test_registers_again_when_placement_comes_back(cell: Cell1) -> None:
+async def test_registers_again_when_placement_comes_back(cell: UnitCell) -> None:
     await cell.unit(model(FAST))
     await cell.placement.until(lambda load: True)
     await cell.placement.server.close()
@@ -385,7 +385,7 @@ def embed(stream: int) -> Embed:
     return Embed(stream, "req_e", "req_e/emb/0", "m", ("a", "b"), 0.0)
 
 
-async def test_embedding_with_bounded_admission(cell: Cell1) -> None:
+async def test_embedding_with_bounded_admission(cell: UnitCell) -> None:
     engine = Vectoriser()
     actor = await cell.unit(EMBEDDING, engine)
     assert cell.placement.announced or await cell.placement.until(lambda load: True)
@@ -405,12 +405,12 @@ async def test_embedding_with_bounded_admission(cell: Cell1) -> None:
         assert vectors.cu_seconds > 0
 
 
-async def test_the_canary_refuses_vectors_that_are_not_of_unit_length(cell: Cell1) -> None:
+async def test_the_canary_refuses_vectors_that_are_not_of_unit_length(cell: UnitCell) -> None:
     with pytest.raises(InternalError, match="length 2"):
         await cell.unit(EMBEDDING, Vectoriser(length=2.0))
 
 
-async def test_nothing_answers_before_start(cell: Cell1) -> None:
+async def test_nothing_answers_before_start(cell: UnitCell) -> None:
     actor = UnitActor(
         cell.config,
         model(FAST),

@@ -6,7 +6,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 BESIDE = Path(__file__).resolve().parents[3] / "shared"
+
+
+def data_file(name: str) -> Path:
+    """Return a file of evaluation data, such as `gpu/gpu_specs.csv`. Skips the test where it is absent."""
+    path = data_folder() / name
+    if not path.exists():
+        pytest.skip(f"{path} is absent: name the folder of evaluation data by GRID_DATA")
+    return path
 
 
 def data_folder() -> Path:

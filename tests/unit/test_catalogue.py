@@ -1,7 +1,7 @@
 import csv
 
 import pytest
-from support.shared import data_folder
+from support.shared import data_file
 
 from grid.errors import InvalidRequest
 from grid.hardware import catalogue
@@ -63,10 +63,7 @@ def test_every_precision_is_either_served_or_lacks_for_a_reason() -> None:
 
 @pytest.mark.parametrize("column", ["mem_gb", "mem_bw_GBps", *DENSE, "intra_node_GBps_per_dir"])
 def test_figures_are_those_of_the_vendors(column: str) -> None:
-    path = data_folder() / "gpu/gpu_specs.csv"
-    if not path.exists():
-        pytest.skip(f"{path} is absent: set GRID_DATA to the evaluation data")
-    for row in csv.DictReader(path.read_text().splitlines()):
+    for row in csv.DictReader(data_file("gpu/gpu_specs.csv").read_text().splitlines()):
         if row["gpu"] == "A100-PCIe-80":  # a few percent slower than the SXM module, which stands for both
             continue
         gpu, said = catalogue.find(row["gpu"]), row[column].rstrip("*")

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import pytest
 from support.fleet import make_card, make_load, make_request, make_view
-from support.shared import data_folder
+from support.shared import data_file
 
 from placement import lengths, speeds
 from placement.decide import decide
@@ -67,10 +67,7 @@ def test_nine_of_ten_answers_are_within_the_forecast(spread: float) -> None:
 def test_nine_of_ten_answers_of_a_real_service_are_within_the_forecast(
     trace: str, lengths_of: Callable[[TextIO], list[int]]
 ) -> None:
-    path = data_folder() / "traces" / trace
-    if not path.exists():
-        pytest.skip(f"needs the trace {trace}; name the folder of evaluation data by GRID_DATA")
-    with path.open() as lines:
+    with data_file(f"traces/{trace}").open() as lines:
         answers = lengths_of(lines)
     learned, within = OutputLengths(), 0
     for answer in answers:
