@@ -17,7 +17,6 @@ The load is a process of its own on the same cores.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -34,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvloop
 
 HERE = Path(__file__).resolve().parent
 # A script's own folder is searched first, and this file's name would hide the package.
@@ -44,10 +42,7 @@ from gateway.launch import CellInfo, cell_paths, down, up  # noqa: E402
 from gateway.trust.keyfiles import LINK_KEY_FILE, secret_path  # noqa: E402
 from grid.config import Config  # noqa: E402
 from grid.hardware import catalogue  # noqa: E402
-from grid.wire.link import Link, dial  # noqa: E402
-from grid.wire.messages import Accepted, Done, Submit, Tokens  # noqa: E402
-from grid.words import Message, Precision, Sampling, new_id  # noqa: E402
-from placement.client import PlacementClient  # noqa: E402
+from grid.words import Precision  # noqa: E402
 
 FAST, PACED = "sim-fast", "sim-paced"
 GPU = "H100"
@@ -254,12 +249,13 @@ class Bench:
                 "secret": str(secret_path(self._config.cell.state_dir, LINK_KEY_FILE)),
                 "model": model,
                 "clients": clients,
+                "question": QUESTION,
                 "tokens": tokens,
                 "seconds": self._seconds,
             }
         )
         done = subprocess.run(
-            [sys.executable, str(HERE / "gateway.py"), "--direct", order],
+            [sys.executable, str(HERE / "link_load.py"), order],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
@@ -288,65 +284,6 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ttft_ms_p50": median("ttft_ms", "p50"),
         "ttft_ms_p99": median("ttft_ms", "p99"),
     }
-
-
-# --- the direct link, in a process of its own -------------------------------------------------
-
-
-async def direct(order: dict[str, Any], secret: bytes) -> float:
-    """Return the median TTFT in ms of closed-loop clients on one link to the model's unit."""
-    host, port = order["placement"]
-
-    async def resolve() -> tuple[str, int]:
-        return host, port
-
-    client = PlacementClient(resolve, peer_id=new_id("bench-"), secret=secret)
-    await client.start()
-    card = None
-    while card is None:
-        await asyncio.sleep(0.05)
-        card = next((unit.card for unit in client.fleet.units if unit.card.model == order["model"]), None)
-    link = await dial(card.host, card.port, role="gateway", peer_id=new_id("bench-"), secret=secret)
-    times: list[float] = []
-    ends_s = time.perf_counter() + order["seconds"]
-
-    async def ask_until_the_end() -> None:
-        while time.perf_counter() < ends_s:
-            times.append(await first_token_s(link, order["model"], order["tokens"]))
-
-    await asyncio.gather(*(ask_until_the_end() for _ in range(order["clients"])))
-    link.close()
-    await client.close()
-    return statistics.median(times) * 1e3
-
-
-async def first_token_s(link: Link, model: str, tokens: int) -> float:
-    stream = link.open()
-    asked_s = time.perf_counter()
-    stream.send(
-        Submit(
-            stream=stream.id,
-            request_id=new_id("req_"),
-            attempt=1,
-            reservation_id="",
-            model=model,
-            messages=(Message("user", QUESTION),),
-            documents=(),
-            sampling=Sampling(max_output_tokens=tokens),
-            tenant_salt="bench",
-            deadline_ms=60_000.0,
-        )
-    )
-    first_s = 0.0
-    while True:
-        for message in await stream.receive():
-            if isinstance(message, Tokens) and not first_s:
-                first_s = time.perf_counter() - asked_s
-            elif isinstance(message, Done):
-                stream.close()
-                return first_s
-            elif not isinstance(message, Tokens | Accepted):
-                raise RuntimeError(f"the unit said {type(message).__name__}")
 
 
 # --- the report -------------------------------------------------------------------------------
@@ -383,12 +320,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replicas", type=int, default=1, help="of the gateway and of the baseline")
-    parser.add_argument("--direct", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.direct:
-        order = json.loads(options.direct)
-        print(uvloop.run(direct(order, Path(order["secret"]).read_bytes())))
-        return
     # Ended from outside, the cell is still taken down.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="zerogrid-bench-") as folder:
