@@ -24,12 +24,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-# A script's own folder is searched first, and this file's name would hide the package.
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
+ROOT = Path(__file__).resolve().parent.parent
+# This file's name would hide the package of that name; the tests' folder has cards to build on.
+others = (entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")
+sys.path = [str(ROOT / "tests"), *others]
+
+from support.fleet import make_card, make_load, make_request  # noqa: E402
 
 from grid import heap  # noqa: E402
-from grid.words import PlacementRequest, Precision, Task, UnitCard, UnitLoad, UnitState  # noqa: E402
+from grid.words import PlacementRequest, Precision, UnitCard, UnitLoad  # noqa: E402
 from placement.decide import decide  # noqa: E402
 from placement.fleet import Rules, View  # noqa: E402
 from placement.reports import Spent  # noqa: E402
@@ -52,24 +55,17 @@ def fleet(size: int, rng: random.Random) -> View:
     view = View(Rules(stale_after_s=1e9), 0.0)
     for number in range(size):
         gpu, step_ms = GPUS[number % len(GPUS)]
-        card = UnitCard(
-            unit_id=f"unit-{number}",
+        card = make_card(
+            f"unit-{number}",
             incarnation="first",
-            host="10.0.0.1",
-            port=4000,
             node_id=f"node-{number // 8}",
             region=REGIONS[number % len(REGIONS)],
-            task=int(Task.GENERATE),
             model=MODELS[0] if number % 5 else MODELS[1],
             precision=int(Precision.BF16),
-            fingerprint="f",
             context_tokens=8192,
             gpu_type=gpu,
-            gpus=1.0,
-            memory_grant_mb=80_000,
             max_running=64,
             max_waiting=64,
-            cu_factor=1.0,
             prefill_tokens_per_s=60_000 / step_ms,
             decode_ms_per_token=step_ms,
         )
@@ -80,12 +76,9 @@ def fleet(size: int, rng: random.Random) -> View:
 
 def sample(card: UnitCard, rng: random.Random) -> UnitLoad:
     running = rng.randrange(48)
-    return UnitLoad(
-        unit_id=card.unit_id,
-        incarnation=card.incarnation,
-        state=int(UnitState.READY),
+    return make_load(
+        card,
         running=running,
-        waiting=0,
         kv_tokens_free=400_000 - 4_000 * running,
         kv_tokens_total=400_000,
         prefill_tokens_queued=rng.randrange(4_000),
@@ -94,12 +87,8 @@ def sample(card: UnitCard, rng: random.Random) -> UnitLoad:
 
 
 def request(number: int, rng: random.Random) -> PlacementRequest:
-    return PlacementRequest(
-        request_id=f"req_{number}",
-        step_id="s",
-        attempt=0,
-        tenant_id="t",
-        task=int(Task.GENERATE),
+    return make_request(
+        f"req_{number}",
         model=MODELS[0],
         prompt_tokens=rng.randrange(50, 4_000),
         max_output_tokens=512,

@@ -25,33 +25,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-# A script's own folder is searched first, and a neighbour's name would hide the package `placement`.
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
+ROOT = Path(__file__).resolve().parent.parent
+# A neighbour's name would hide the package `placement`; the tests' folder has cards to build on.
+others = (entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")
+sys.path = [str(ROOT / "tests"), *others]
 
 import uvloop  # noqa: E402
+from support.fleet import make_card, make_load, make_request  # noqa: E402
 
 from grid import heap  # noqa: E402
 from grid.config import Config  # noqa: E402
 from grid.wire.link import Link, LinkServer, Peer, dial  # noqa: E402
-from grid.wire.messages import (  # noqa: E402
-    Announce,
-    Decided,
-    Place,
-    Report,
-    Settle,
-    WireMessage,
-)
-from grid.words import (  # noqa: E402
-    Candidate,
-    Decision,
-    PlacementRequest,
-    Precision,
-    Task,
-    UnitCard,
-    UnitLoad,
-    UnitState,
-)
+from grid.wire.messages import Announce, Decided, Place, Report, Settle, WireMessage  # noqa: E402
+from grid.words import Candidate, Decision, PlacementRequest, Precision, UnitCard, UnitLoad  # noqa: E402
 from placement.actor import PlacementActor  # noqa: E402
 
 SECRET = b"a secret of the benchmark only.."
@@ -84,36 +70,27 @@ CANNED = Decision(
 
 def card(number: int) -> UnitCard:
     step_ms = STEPS_MS[number % len(STEPS_MS)]
-    return UnitCard(
-        unit_id=f"unit-{number}",
+    return make_card(
+        f"unit-{number}",
         incarnation="first",
-        host="10.0.0.1",
-        port=4000,
         node_id=f"node-{number // UNITS_A_NODE}",
         region=REGIONS[number % len(REGIONS)],
-        task=int(Task.GENERATE),
         model="model-a",
         precision=int(Precision.BF16),
-        fingerprint="f",
         context_tokens=8192,
         gpu_type="H100",
-        gpus=1.0,
-        memory_grant_mb=80_000,
         max_running=64,
         max_waiting=64,
-        cu_factor=1.0,
         prefill_tokens_per_s=60_000 / step_ms,
         decode_ms_per_token=step_ms,
     )
 
 
 def request(number: int, rng: random.Random) -> PlacementRequest:
-    return PlacementRequest(
-        request_id=f"req_{number}",
-        step_id="s",
+    return make_request(
+        f"req_{number}",
         attempt=1,
         tenant_id=f"tenant-{number % 7}",
-        task=int(Task.GENERATE),
         model="model-a",
         prompt_tokens=rng.randrange(50, 4_000),
         max_output_tokens=512,
@@ -199,12 +176,9 @@ def report(pipe: Connection, address: tuple[str, int], units: int) -> None:
 
 def sample(each: UnitCard, rng: random.Random, steps: int) -> UnitLoad:
     running = rng.randrange(16, 32)
-    return UnitLoad(
-        unit_id=each.unit_id,
-        incarnation=each.incarnation,
-        state=int(UnitState.READY),
+    return make_load(
+        each,
         running=running,
-        waiting=0,
         kv_tokens_free=400_000 - 4_000 * running,
         kv_tokens_total=400_000,
         prefill_tokens_queued=rng.randrange(2_000),
