@@ -12,7 +12,7 @@ demo: setup          ## start a cell, load the help centre, ask three questions,
 test: setup          ## the whole suite, real cells and real vLLM included
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-fast: setup     ## without real cells and vLLM, under a minute
+test-fast: setup     ## without real cells, vLLM and what else is slow: about a minute
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not cell and not vllm and not slow" $(ARGS)
 
 check: setup         ## what CI runs: format, lint, types, import contract, tests
