@@ -1,5 +1,5 @@
-"""A real Redis for tests of what the gateway keeps in it. A module with a configuration of its own overrides
-`config`."""
+"""What most modules here need: a real Redis, or a cell in this process for the whole module. A module that
+wants another configuration overrides `config` or `cell`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from redis.asyncio import Redis
+from support.local_cell import LocalCell, cell_config, local_cell
 from support.state import config_at, running_redis
 
 from gateway.state import open_redis
@@ -25,3 +27,9 @@ async def redis(config: Config) -> AsyncIterator[Redis]:
         client = await open_redis(config)
         yield client
         await client.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cell(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCell]:
+    async with local_cell(cell_config(Path(tmp_path_factory.mktemp("cell")))) as running:
+        yield running

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
-from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
+from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell
 
 from gateway.http.shapes.compatible import Embeddings, MessageAnswer
 from gateway.http.shapes.errors import AnthropicErrorEnvelope, OpenAIErrorEnvelope
@@ -22,12 +21,6 @@ from gateway.http.shapes.errors import AnthropicErrorEnvelope, OpenAIErrorEnvelo
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 HELLO: Any = [{"role": "user", "content": "Hello?"}]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cell(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCell]:
-    async with local_cell(cell_config(Path(tmp_path_factory.mktemp("cell")))) as running:
-        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -122,10 +122,13 @@ async def capital(client: openai.AsyncOpenAI, country: str) -> str:
 
 async def test_twenty_pipelines_at_once_deliver_every_token_once(connection: tuple[str, str]) -> None:
     async with AsyncGrid(*connection) as grid:
-        await asyncio.gather(*(asked(grid, f"How do I add SSH key number {n}?") for n in range(AT_ONCE)))
+        await asyncio.gather(
+            *(ask_and_check(grid, f"How do I add SSH key number {n}?") for n in range(AT_ONCE))
+        )
 
 
-async def asked(grid: AsyncGrid, question: str) -> None:
+async def ask_and_check(grid: AsyncGrid, question: str) -> None:
+    """Ask, and assert that the tokens are contiguous and make up the answer."""
     async with grid.pipeline(PIPELINE).stream(question) as run:
         tokens = [event async for event in run if isinstance(event, Token)]
     answer = run.answer()

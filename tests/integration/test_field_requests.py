@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from support.calls import events, settled
 from support.local_cell import LocalCell, local_cell
 from support.shared import contract_folder
 
@@ -83,30 +84,22 @@ async def send(
     return await client.post(path, content=body, headers=HEADERS)
 
 
-async def settled(client: httpx.AsyncClient, answer: httpx.Response) -> dict[str, Any]:
-    """Return the pipeline once it is not `deploying` any more."""
+async def deployed(client: httpx.AsyncClient, answer: httpx.Response) -> dict[str, Any]:
+    """Return the pipeline that was created, once it is not `deploying` any more."""
     assert answer.status_code == 201, answer.text
     assert answer.json()["status"] == "deploying"
-    while True:
-        view: dict[str, Any] = (await client.get(f"/v1/pipelines/{answer.json()['pipeline_id']}")).json()
-        if view["status"] != "deploying":
-            return view
+    return await settled(client, answer.json()["pipeline_id"])
 
 
 async def ran(client: httpx.AsyncClient, name: str) -> list[tuple[str, dict[str, Any]]]:
     """Run a one-shot contract; return its events."""
     answer = await send(client, name, "/v1/pipeline")
     assert answer.status_code == 200, answer.text
-    found = events(answer)
+    found = events(answer.text)
     assert found[0][0] == "start"
     assert found[-1][0] == "done"
     assert sum(data["tokens"] for name, data in found if name == "token") > 0
     return found
-
-
-def events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
-    blocks = [block.split("\n") for block in answer.text.split("\n\n") if block and not block.startswith(":")]
-    return [(head.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for head, data in blocks]
 
 
 async def test_a_one_shot_without_input_is_planned(client: httpx.AsyncClient) -> None:
@@ -120,11 +113,11 @@ async def test_a_one_shot_without_input_is_planned(client: httpx.AsyncClient) ->
 
 
 async def test_a_named_source_and_a_streaming_step(client: httpx.AsyncClient, source_id: str) -> None:
-    view = await settled(client, await send(client, "rag", "/v1/pipelines"))
+    view = await deployed(client, await send(client, "rag", "/v1/pipelines"))
     assert view["status"] == "active", view["reason"]
     answer = await send(client, "invoke", f"/v1/pipelines/{view['pipeline_id']}/invoke")
     assert answer.status_code == 200, answer.text
-    found = events(answer)
+    found = events(answer.text)
     (first, start), (second, retrieval), *_, (last, done) = found
     assert (first, second, last) == ("start", "retrieval", "done")
     assert retrieval["documents"][0]["id"] == "reset"
@@ -136,7 +129,7 @@ async def test_the_support_pipeline_is_active_and_its_dry_run_computes_nothing(
     cell: LocalCell, client: httpx.AsyncClient, source_id: str
 ) -> None:
     answer = await send(client, "support_pipeline", "/v1/pipelines", {"ds-abc123": source_id})
-    view = await settled(client, answer)
+    view = await deployed(client, answer)
     assert view["status"] == "active", view["reason"]
     assert view["pipeline_id"].startswith("pl-")
     steps_before = {name: (await unit.describe())["counters"] for name, unit in cell.units.items()}
@@ -217,6 +210,6 @@ async def test_cpu_cores_do_not_satisfy_a_gpus_memory(tmp_path: Path) -> None:
     async with local_cell(in_folder(config, tmp_path)) as cell, cell.client() as client:
         source_id = await filled_source(client)
         answer = await send(client, "support_pipeline", "/v1/pipelines", {"ds-abc123": source_id})
-        view = await settled(client, answer)
+        view = await deployed(client, answer)
         assert view["status"] == "failed"
         assert "is granted 4096 MB; the request asks for 20000 MB" in view["reason"]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from support.calls import declared, events, generation, settled
-from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
+from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell
 
 from gateway.http.shapes.data_sources import DataSourceView, DocumentsAnswer
 from gateway.http.shapes.errors import ErrorEnvelope
@@ -22,12 +19,6 @@ from gateway.http.shapes.pipelines import PipelineList
 from gateway.http.shapes.runs import DoneEvent, InvokeAnswer, RetrievalView, StartEvent, TokenEvent
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cell(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCell]:
-    async with local_cell(cell_config(Path(tmp_path_factory.mktemp("cell")))) as running:
-        yield running
 
 
 async def test_a_pipeline_is_declared_becomes_active_and_goes(cell: LocalCell) -> None:

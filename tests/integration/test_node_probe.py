@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from support.fake_nvml import H100, L4, UUIDS, FakeGpus
 from support.fleet import make_card, make_load, make_request
+from support.waiting import until
 
 from gateway.http.operations import gpu_view
 from gateway.http.shapes.operations import GpuView
@@ -28,13 +28,6 @@ pytestmark = pytest.mark.slow
 
 SECRET = b"s" * 32
 NODE = "node-1"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Return once `condition` holds. Fails after a few seconds."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  nothing signals the state of another task
-            await asyncio.sleep(0.002)
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from support.fleet import make_card, make_load, make_request
+from support.waiting import until
 
 import placement.actor
 from grid.config import Alias, Config, Placement
@@ -24,12 +25,6 @@ from placement.client import PlacementClient
 SECRET = b"s" * 32
 PATIENT = Placement(stale_after_ms=60_000)
 """Units report once in most of these tests, and the machine may be slow."""
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Return once `condition` holds; the test's own time limit ends a wait in vain."""
-    while not condition():  # noqa: ASYNC110  nothing signals the state of another task
-        await asyncio.sleep(0.001)
 
 
 @dataclass

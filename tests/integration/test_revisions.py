@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from support.calls import declared, events, generation, settled
-from support.local_cell import LocalCell, cell_config, local_cell
+from support.local_cell import LocalCell
 
 from gateway.http.shapes.pipelines import PipelineList, PipelineView
 from gateway.http.shapes.runs import InvokeAnswer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cell(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCell]:
-    async with local_cell(cell_config(Path(tmp_path_factory.mktemp("cell")))) as running:
-        yield running
 
 
 def contract(tokens: int, **rest: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -26,15 +27,17 @@ async def declared(client: httpx.AsyncClient, *steps: dict[str, Any], **contract
 
 
 async def settled(client: httpx.AsyncClient, pipeline_id: str) -> dict[str, Any]:
-    """Return a pipeline once it is no longer deploying."""
+    """Return a pipeline once it is no longer deploying. Fails after ten seconds."""
     view: dict[str, Any] = {"status": "deploying"}
-    while view["status"] == "deploying":
-        view = (await client.get(f"/v1/pipelines/{pipeline_id}")).json()
-        PipelineView.model_validate(view)
+    async with asyncio.timeout(10):
+        while view["status"] == "deploying":
+            view = (await client.get(f"/v1/pipelines/{pipeline_id}")).json()
+            PipelineView.model_validate(view)
     return view
 
 
 def events(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and data of each server-sent event; comment lines are left out."""
     found = []
     for block in text.split("\n\n"):
         lines = [line for line in block.split("\n") if line and not line.startswith(":")]
