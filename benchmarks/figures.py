@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# This folder holds a `gateway.py` of its own.
-sys.path.pop(0)
+HERE = Path(__file__).resolve().parent
+# A script's own folder is searched first, and a neighbour's name would hide the package `gateway`.
+sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 
-from gateway.observe.ledger import Ledger
-from gateway.observe.recorder import encoded
-from gateway.observe.story import Story
-from gateway.pipeline.events import Finished, StepTiming
-from grid.words import Candidate, Decision, Usage
+from gateway.observe.ledger import Ledger  # noqa: E402
+from gateway.observe.recorder import encoded  # noqa: E402
+from gateway.observe.story import Story  # noqa: E402
+from gateway.pipeline.events import Finished, StepTiming  # noqa: E402
+from grid.words import Candidate, Decision, Usage  # noqa: E402
 
 CHOSEN = Candidate("unit-a", "i", "127.0.0.1", 1, "local", "m", 16, "H100", True, 0.3, 1, 2, 30, 0, 1.0, 0.04)
 NEXT_BEST = tuple(CHOSEN._replace(unit_id=f"unit-{letter}") for letter in "bcd")
