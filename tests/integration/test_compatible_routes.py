@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+from support.calls import declared
 from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell
 
 from gateway.http.shapes.compatible import Embeddings, MessageAnswer
@@ -44,10 +45,7 @@ async def gpt(cell: LocalCell) -> AsyncIterator[openai.AsyncOpenAI]:
 async def pipeline(cell: LocalCell, *before: dict[str, Any], **generation: Any) -> str:
     steps = [*before, {"type": "generation", "model": CHAT_MODEL, **generation}]
     async with cell.client() as client:
-        made = await client.post("/v1/pipelines", json={"pipeline": {"steps": steps}})
-    assert made.status_code == 201, made.text
-    pipeline_id: str = made.json()["pipeline_id"]
-    return pipeline_id
+        return await declared(client, *steps)
 
 
 def text_of(message: anthropic.types.Message) -> str:

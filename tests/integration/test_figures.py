@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from support.calls import declared, events, generation
 from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
 
 from gateway.http.shapes.metrics import Explanation, MetricsView, UsageAnswer
@@ -64,12 +64,8 @@ class Truth:
         return self.outcomes.total()
 
 
-async def declared(client: httpx.AsyncClient, model: str = CHAT_MODEL, tokens: int = 8) -> str:
-    step = {"type": "generation", "model": model, "max_output_tokens": tokens}
-    answer = await client.post("/v1/pipelines", json={"name": "p", "pipeline": {"steps": [step]}})
-    assert answer.status_code == 201, answer.text
-    pipeline_id: str = answer.json()["pipeline_id"]
-    return pipeline_id
+async def generating(client: httpx.AsyncClient, model: str = CHAT_MODEL, tokens: int = 8) -> str:
+    return await declared(client, generation(model=model, max_output_tokens=tokens))
 
 
 async def good(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
@@ -80,9 +76,9 @@ async def good(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> Non
 
 async def streamed(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
     answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"input": "x"})
-    name, data = answer.text.rstrip("\n").split("\n\n")[-1].split("\n")
-    assert name == "event: done"
-    truth.saw("good", json.loads(data.removeprefix("data: "))["usage"])
+    name, data = events(answer.text)[-1]
+    assert name == "done"
+    truth.saw("good", data["usage"])
 
 
 async def chatted(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> None:
@@ -127,9 +123,9 @@ async def broken(client: httpx.AsyncClient, pipeline_id: str, truth: Truth) -> N
     """Runs until its unit dies, or is refused for want of one."""
     answer = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={"input": "x"})
     if answer.status_code == 200:
-        name, data = answer.text.rstrip("\n").split("\n\n")[-1].split("\n")
-        assert name == "event: error", answer.text
-        truth.saw("failed", json.loads(data.removeprefix("data: "))["error"]["details"]["usage"])
+        name, data = events(answer.text)[-1]
+        assert name == "error", answer.text
+        truth.saw("failed", data["error"]["details"]["usage"])
     else:
         assert answer.status_code == 503
         # One that was accepted, but had no text yet, says what it took.
@@ -168,9 +164,9 @@ async def test_figures_of_mixed_calls_over_two_replicas_are_true(
     dice = random.Random(3)
     async with cell.client() as one, cell.client(replica=1) as two:
         steady, long, doomed = (
-            await declared(one),
-            await declared(one, SLOW, 3000),
-            await declared(one, DOOMED, 2000),
+            await generating(one),
+            await generating(one, SLOW, 3000),
+            await generating(one, DOOMED, 2000),
         )
         truths = {steady: Truth(), long: Truth(), doomed: Truth()}
         kinds = [(good, 140), (streamed, 120), (refused, 80), (too_long, 20)]
@@ -214,7 +210,7 @@ async def test_figures_of_mixed_calls_over_two_replicas_are_true(
 async def test_a_call_can_be_explained_by_any_replica_but_not_to_others(cell: LocalCell) -> None:
     other_key = await cell.tenant("other")
     async with cell.client() as one, cell.client(replica=1) as two, cell.client(other_key) as other:
-        pipeline_id = await declared(one)
+        pipeline_id = await generating(one)
         said = "secret words of a prompt"
         path = f"/v1/pipelines/{pipeline_id}/invoke"
         answer = await one.post(path, json={"input": said, "stream": False})
