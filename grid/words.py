@@ -226,6 +226,8 @@ class PlacementRequest(NamedTuple):
     """W3C trace context; empty where the request is not traced."""
     pipeline_id: str = ""
     """Whose answers tell how long this one will be; "" for a call without a stored pipeline."""
+    prefix: tuple[int, ...] = ()
+    """Chained hashes of the beginnings of the prompt, salted by its tenant: `placement.prefixes`."""
 
     @property
     def reservation_id(self) -> str:
@@ -252,6 +254,8 @@ class Candidate(NamedTuple):
     cu_factor: float = 0.0
     cu_seconds: float = 0.0
     """Predicted: the request's share of the unit's step time, weighted by `cu_factor`."""
+    cached_tokens: int = 0
+    """Predicted: of the prompt, what the unit's prefix cache holds; `prefill_ms` is without it."""
 
     @property
     def ttft_ms(self) -> float:

@@ -236,8 +236,11 @@ class PlacementActor:
         peer.send(Decided(message.stream, decision._replace(decide_us=spent_us)))
 
     def _settle(self, peer: Peer, message: Settle, now_s: float) -> None:
-        spent = Spent(message.input_tokens, message.output_tokens, message.ttft_ms, message.total_ms)
-        held = self._view.settle(message.reservation_id, message.outcome, now_s, spent)
+        spent = Spent(
+            *(message.input_tokens, message.output_tokens, message.ttft_ms, message.total_ms),
+            message.cached_tokens,
+        )
+        held = self._view.settle(message.reservation_id, message.outcome, now_s, spent, message.prefix)
         self._counts["settled" if held else "settled_unknown"] += 1
 
     def _watch(self, peer: Peer, message: Watch, now_s: float) -> None:

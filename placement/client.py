@@ -92,6 +92,8 @@ class PlacementClient:
         output_tokens: int = 0,
         ttft_ms: float = 0.0,
         total_ms: float = 0.0,
+        cached_tokens: int = 0,
+        prefix: tuple[int, ...] = (),
     ) -> None:
         """End a reservation: `done`, `failed`, `refused` or `cancelled`. Never fails and never waits.
 
@@ -101,7 +103,11 @@ class PlacementClient:
         if link is not None:
             # Nobody waits for it, and the next question takes it along.
             link.send_lazily(
-                Settle(0, reservation_id, outcome, input_tokens, output_tokens, ttft_ms, total_ms)
+                Settle(
+                    *(0, reservation_id, outcome, input_tokens, output_tokens, ttft_ms, total_ms),
+                    cached_tokens,
+                    prefix,
+                )
             )
 
     async def drain(

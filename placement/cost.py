@@ -2,7 +2,7 @@
 
     network   one round trip inside the cell
   + queue     prompts ahead of ours, and the wait for a slot when all are taken
-  + prefill   our own prompt, none of it cached, and the step that gives the first token
+  + prefill   what of our own prompt is not in the unit's prefix cache, and the step of the first token
   + decode    the rest of the expected output, at the step time of the batch that we would join
   + pressure  the chance that a full KV cache evicts us, times the work to do again
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from grid.words import PlacementRequest, UnitLoad
 from placement.columns import Columns, Floats, Ints
 from placement.lengths import Forecast
+from placement.prefixes import Match
 from placement.reports import MAX_COUNT
 from placement.speeds import Speeds
 
@@ -86,6 +87,8 @@ class Costs(NamedTuple):
     total_ms: Floats
     most_ms: float
     """The largest total."""
+    cached_tokens: Ints | None
+    """Of the prompt, in the units' prefix caches; None where no unit holds any."""
 
     def parts_ms(self, index: int) -> tuple[float, float, float, float, float]:
         """Return network, queue, prefill, decode and pressure of one entry."""
@@ -98,8 +101,12 @@ class Costs(NamedTuple):
         )
 
 
-def predict(request: PlacementRequest, forecast: Forecast, columns: Columns, rows: Ints) -> Costs:
+def predict(
+    request: PlacementRequest, forecast: Forecast, columns: Columns, rows: Ints, match: Match | None = None
+) -> Costs:
     """Return the predicted costs of `request` on the units at `rows` (ascending, one or more).
+
+    `match` says which units hold a part of the prompt.
 
     Asserts that every part is finite and none negative. What is rare (no free slot, no free memory) is
     worked out only when some unit has it: on a small fleet a decision's time is the count of its array
@@ -113,7 +120,11 @@ def predict(request: PlacementRequest, forecast: Forecast, columns: Columns, row
     step_ms = step_ms_per_kv_token * kv_with_us
     step_ms += next_step_ms
     prefill_ms = first_steps * step_ms
-    prefill_ms += prefill_ms_per_token * request.prompt_tokens
+    cached_tokens = None if match is None else _cached_tokens(match, rows, columns.size)
+    if cached_tokens is None:
+        prefill_ms += prefill_ms_per_token * request.prompt_tokens
+    else:
+        prefill_ms += prefill_ms_per_token * (request.prompt_tokens - cached_tokens)
     decode_ms = step_ms * (tokens - 1)
     if np.count_nonzero(crowd):
         # With all slots taken, one frees each time a request ends: all of them in the time of an answer.
@@ -129,7 +140,24 @@ def predict(request: PlacementRequest, forecast: Forecast, columns: Columns, row
     # A part that is not a number makes both of them none.
     assert least_ms >= 0.0, "a cost is negative or not a number"
     assert most_ms < math.inf, "a cost is not a finite number"
-    return Costs(ROUND_TRIP_MS, queue_ms, prefill_ms, decode_ms, pressure_ms, total_ms, most_ms)
+    return Costs(
+        ROUND_TRIP_MS, queue_ms, prefill_ms, decode_ms, pressure_ms, total_ms, most_ms, cached_tokens
+    )
+
+
+def _cached_tokens(match: Match, rows: Ints, size: int) -> Ints | None:
+    """Return what of the prompt each unit at `rows` holds; None where none of them holds any."""
+    if len(rows) == size:
+        cached_tokens = np.zeros(size, np.int64)
+        cached_tokens[match.rows] = match.tokens
+        return cached_tokens
+    places = np.minimum(rows.searchsorted(match.rows), len(rows) - 1)
+    asked = rows[places] == match.rows
+    if not np.count_nonzero(asked):
+        return None
+    cached_tokens = np.zeros(len(rows), np.int64)
+    cached_tokens[places[asked]] = match.tokens[asked]
+    return cached_tokens
 
 
 def _pressure_ms(

@@ -18,6 +18,7 @@ from placement import cost
 from placement.columns import Floats, Ints
 from placement.filters import WAITING_HELPS, Question, Sifted, reasons, rejections, sift
 from placement.fleet import View
+from placement.prefixes import MAX_BLOCKS
 from placement.reports import MAX_COUNT
 
 NEXT_BEST = 3
@@ -54,7 +55,8 @@ def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Rand
     if not len(sifted.rows):
         raise _refusal(question, sifted)
     forecast = view.forecast(request)
-    costs = cost.predict(request, forecast, view.columns, sifted.rows)
+    match = view.prefixes.match(request.prefix, request.prompt_tokens) if request.prefix else None
+    costs = cost.predict(request, forecast, view.columns, sifted.rows, match)
     listed = MAX_LISTED if request.explain else NEXT_BEST + 1
     order = _best_first(_keys(question, sifted.rows, costs), listed, rng)
     candidates = tuple(_candidate(view, sifted.rows.item(index), costs, index) for index in order)
@@ -80,6 +82,8 @@ def _check(request: PlacementRequest) -> None:
         count = getattr(request, field)
         if not 0 <= count < MAX_COUNT:
             raise InvalidRequest(f"{field} is {count!r}; 0 to {MAX_COUNT - 1} is allowed", param=field)
+    if request.prefix and (len(request.prefix) > MAX_BLOCKS or min(request.prefix) < 0):
+        raise InvalidRequest(f"prefix must be up to {MAX_BLOCKS} hashes of at least 0", param="prefix")
 
 
 def _keys(question: Question, rows: Ints, costs: cost.Costs) -> Floats:
@@ -144,6 +148,7 @@ def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate
         pressure_ms,
         card.cu_factor,
         share_ms * card.cu_factor / 1e3,
+        0 if costs.cached_tokens is None else costs.cached_tokens.item(index),
     )
 
 

@@ -42,6 +42,7 @@ from placement.health import Health
 from placement.learning import LESSON_GAP_S, PUBLISH_S, STUDY_S, Learning
 from placement.lengths import Forecast
 from placement.loads import Loads
+from placement.prefixes import Prefixes, UnitPrefixes
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, load_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
 from placement.speeds import Speeds, UnitSpeed
@@ -82,6 +83,7 @@ class Unit:
     speed: UnitSpeed
     speeds: Speeds
     """As last published."""
+    prefixes: UnitPrefixes
     studied_s: float = -np.inf
     """When a sample was last learned from."""
     taught_s: float = -np.inf
@@ -113,6 +115,7 @@ class View:
         self._clock = freshness.ObservedClock(now_s)
         self._remembered: dict[Hashable, Any] = {}
         self._learning = Learning()
+        self.prefixes = Prefixes()
         self._published_s = -np.inf
         # Bounds over all units, so that the usual question, whether all are fine, is one comparison.
         self._sampled_since_s = np.inf
@@ -200,7 +203,7 @@ class View:
         columns.sampled_s[row] = self._sampled_since_s = -np.inf
         no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
         speed = self._learning.join(card)
-        self.units.append(Unit(card, no_sample, link, speed, speed.speeds))
+        self.units.append(Unit(card, no_sample, link, speed, speed.speeds, self.prefixes.join(row)))
         self._rows[card.unit_id] = row
         self._set_speeds([speed])
         self._links.setdefault(link, set()).add(card.unit_id)
@@ -213,6 +216,7 @@ class View:
         if not self._links[link]:
             del self._links[link]
         self.units[row].speed.leave()
+        self.prefixes.leave(self.units[row].prefixes)
         self.models.drop(int(self.columns.model[row]))
         self.regions.drop(int(self.columns.region[row]))
         self.columns.remove(row)
@@ -220,6 +224,7 @@ class View:
         if last.card.unit_id != unit_id:
             self.units[row] = last
             self._rows[last.card.unit_id] = row
+            self.prefixes.move(last.prefixes, row)
 
     # --- samples ----------------------------------------------------------------------------
 
@@ -282,18 +287,22 @@ class View:
     def reserve(self, request: PlacementRequest, unit_id: str, holder: int, now_s: float) -> None:
         """Charge `unit_id` for `request` at once. The reservation must not be held: `withdraw` it first."""
         row = self._rows[unit_id]
-        card = self.units[row].card
+        unit, card = self.units[row], self.units[row].card
         observed_s = self._clock.read(now_s)
+        kv_tokens_total = self.columns.kv_tokens_total.item(row)
+        reuse = self.prefixes.placed(unit.prefixes, request.prefix, request.prompt_tokens, kv_tokens_total)
         reservation = Reservation(
             reservation_id=request.reservation_id,
             unit_id=unit_id,
             incarnation=card.incarnation,
             holder=holder,
-            prompt_tokens=request.prompt_tokens,
+            prompt_tokens=request.prompt_tokens - reuse.tokens,
             kv_tokens=cost.kv_tokens(request, self.forecast(request)),
             made_s=observed_s,
             expires_s=observed_s + self.rules.lease_s,
             lesson=self._learning.lesson(request, card.model, self._loads.here(row)),
+            prefix=request.prefix,
+            reuse=reuse,
         )
         self._ledger.add(reservation)
         self._charge(row, reservation, +1)
@@ -302,17 +311,25 @@ class View:
         """End a reservation without an outcome; unknown ones are ignored."""
         self._end(reservation_id)
 
-    def settle(self, reservation_id: str, outcome: str, now_s: float, spent: Spent = NOTHING_SPENT) -> bool:
+    def settle(
+        self,
+        reservation_id: str,
+        outcome: str,
+        now_s: float,
+        spent: Spent = NOTHING_SPENT,
+        answer_prefix: tuple[int, ...] = (),
+    ) -> bool:
         """End a reservation; return whether it was held.
 
-        `outcome` counts for the unit's health; what a finished request spent is learned from.
+        `outcome` counts for the unit's health; what a finished request spent is learned from. `answer_prefix`
+        are the hashes that follow the request's own once its answer is part of the conversation.
         """
         reservation = self._ledger.get(reservation_id)
         if reservation is None:
             return False
         row, observed_s = self._row_of(reservation), self._clock.read(now_s)
         if outcome == "done":
-            self._learn(reservation, row, spent, observed_s)
+            self._learn(reservation, row, spent, answer_prefix, observed_s)
         self._end(reservation_id)
         if row is not None:
             until_s = self.units[row].health.settled(outcome, reservation.made_s, observed_s)
@@ -321,16 +338,35 @@ class View:
                 self._suspect_until_s = max(self._suspect_until_s, until_s)
         return True
 
-    def _learn(self, reservation: Reservation, row: int | None, spent: Spent, observed_s: float) -> None:
+    def _learn(
+        self,
+        reservation: Reservation,
+        row: int | None,
+        spent: Spent,
+        answer_prefix: tuple[int, ...],
+        observed_s: float,
+    ) -> None:
         if spent_flaw(spent):
             self.dropped["bad_figures"] += 1
             return
+        if row is not None:
+            self._cached(reservation, row, spent, answer_prefix)
         speed = here = None
         if row is not None and observed_s >= self.units[row].taught_s + LESSON_GAP_S:
             unit = self.units[row]
             unit.taught_s = observed_s
             speed, here = unit.speed, self._loads.here(row)
         self._learning.done(reservation.lesson, spent, speed, here)
+
+    def _cached(
+        self, reservation: Reservation, row: int, spent: Spent, answer_prefix: tuple[int, ...]
+    ) -> None:
+        """Take in what a finished request found in its unit's prefix cache, and what it left there."""
+        unit, reuse = self.units[row].prefixes, reservation.reuse
+        self.prefixes.found(unit, reuse, spent.cached_tokens / max(spent.input_tokens, 1))
+        tokens = spent.input_tokens + spent.output_tokens
+        prefix = reservation.prefix + answer_prefix
+        self.prefixes.ended(unit, prefix, tokens, self.columns.kv_tokens_total.item(row))
 
     def release_holder(self, holder: int) -> int:
         """End a lost gateway's reservations, save those that a unit reports: these run. Count them."""
@@ -361,10 +397,15 @@ class View:
         if reservation is None:
             return
         row = self._row_of(reservation)
-        if row is not None and self._in_sample(row, reservation):
+        if row is None:
+            return
+        if self._in_sample(row, reservation):
             self._loads.release(row, self.units[row].speeds)
-        elif row is not None:
-            self._charge(row, reservation, -1)
+            return
+        self._charge(row, reservation, -1)
+        if not reservation.seen:
+            # Nobody saw it there: unless it ended well, its prompt may never have been computed.
+            self.prefixes.withdrawn(self.units[row].prefixes, reservation.prefix, reservation.reuse)
 
     def _in_sample(self, row: int, reservation: Reservation) -> bool:
         """A unit that came back has no sample yet, whatever its earlier ones held."""

@@ -102,7 +102,7 @@ def _ran(lesson: Lesson, spent: Spent, left: Here) -> Ran:
     ttft_ms = spent.ttft_ms or spent.total_ms
     between_ms = max(spent.total_ms - spent.ttft_ms, 0.0)
     return Ran(
-        prompt_tokens=spent.input_tokens,
+        prompt_tokens=spent.input_tokens - spent.cached_tokens,
         output_tokens=tokens,
         ttft_ms=0.0 if lesson.queued else ttft_ms,
         token_ms=between_ms / (tokens - 1) if tokens >= MIN_OUTPUT_TOKENS else 0.0,

@@ -86,6 +86,8 @@ class Spent(NamedTuple):
     ttft_ms: float
     """0 for work that has no first token."""
     total_ms: float
+    cached_tokens: int = 0
+    """Of the input tokens."""
 
 
 NOTHING_SPENT = Spent(0, 0, 0.0, 0.0)
@@ -93,9 +95,12 @@ NOTHING_SPENT = Spent(0, 0, 0.0, 0.0)
 
 def spent_flaw(spent: Spent) -> str:
     """Return what makes `spent` unusable, in one sentence; "" when nothing does."""
-    return _count_flaw(spent, ("input_tokens", "output_tokens")) or _reading_flaw(
+    flaw = _count_flaw(spent, ("input_tokens", "output_tokens", "cached_tokens")) or _reading_flaw(
         spent, ("ttft_ms", "total_ms")
     )
+    if not flaw and spent.cached_tokens > spent.input_tokens:
+        return f"cached_tokens is {spent.cached_tokens} of {spent.input_tokens} input tokens"
+    return flaw
 
 
 def _count_flaw(record: UnitCard | UnitLoad | Spent, fields: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from placement.learning import Lesson
+from placement.prefixes import NO_REUSE, Reuse
 
 
 @dataclass(slots=True)
@@ -23,10 +24,13 @@ class Reservation:
     holder: int
     """Link of the gateway that it was made for."""
     prompt_tokens: int
+    """To compute: without what its unit's prefix cache should hold."""
     kv_tokens: int
     made_s: float
     expires_s: float
     lesson: Lesson
+    prefix: tuple[int, ...] = ()
+    reuse: Reuse = NO_REUSE
     seen: bool = False
     """The unit's newest sample held it, so that sample's counts include it."""
 

@@ -74,6 +74,7 @@ class Ran(NamedTuple):
     """One finished request as seen from outside, and what shared its unit."""
 
     prompt_tokens: int
+    """Those that were computed: without what the prefix cache held."""
     output_tokens: int
     ttft_ms: float
     """Without the way there and back; 0 where its prompt stood in a queue, which says nothing of a speed."""

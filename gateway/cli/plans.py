@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 10
 """Units of each kind and step on a screen; `--json` has all that the grid tells."""
-COLUMNS = ("unit", "GPU", "region", "queue", "prefill", "decode", "total ms", "cu s")
+COLUMNS = ("unit", "GPU", "region", "queue", "cached", "prefill", "decode", "total ms", "cu s")
 
 
 @with_grid
@@ -66,9 +66,10 @@ def _print_step(step: dict[str, Any]) -> None:
 
 
 def _row(unit: dict[str, Any]) -> tuple[Any, ...]:
-    times = tuple(round(unit[name], 1) for name in ("queue_ms", "prefill_ms", "decode_ms", "total_ms"))
+    queue_ms, *times = (round(unit[name], 1) for name in ("queue_ms", "prefill_ms", "decode_ms", "total_ms"))
     gpu = unit["gpu_type"] + (" (simulated)" if unit["simulated"] else "")
-    return (unit["unit_id"], gpu, unit["region"], *times, round(unit["cu_seconds"], 4))
+    where = unit["unit_id"], gpu, unit["region"]
+    return (*where, queue_ms, unit["cached_tokens"], *times, round(unit["cu_seconds"], 4))
 
 
 def _print_more(count: int, what: str) -> None:

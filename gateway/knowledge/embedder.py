@@ -44,6 +44,8 @@ class Places(Protocol):
         output_tokens: int = 0,
         ttft_ms: float = 0.0,
         total_ms: float = 0.0,
+        cached_tokens: int = 0,
+        prefix: tuple[int, ...] = (),
     ) -> None: ...
 
 

@@ -150,6 +150,7 @@ def candidate_view(candidate: Candidate) -> dict[str, Any]:
         "ttft_ms": round(candidate.ttft_ms, 3),
         "total_ms": round(candidate.total_ms, 3),
         "cu_seconds": round(candidate.cu_seconds, 6),
+        "cached_tokens": candidate.cached_tokens,
     }
 
 

@@ -29,6 +29,7 @@ from gateway.pipeline.events import (
 )
 from gateway.pipeline.farewell import Farewells
 from gateway.pipeline.plan import GenerationPlan, Plan, estimated_tokens
+from gateway.pipeline.prefix import prompt_prefix, turn
 from gateway.pipeline.spans import GenerationEnd, generation_span
 from grid.errors import Cancelled, GridError
 from grid.tracing.spans import Kind
@@ -87,6 +88,7 @@ class Delivery:
         self._farewells = farewells
         self._noted = noted
         self._documents = before.context.texts
+        self._prefix = prompt_prefix(plan.tenant.salt, generation.messages, self._documents)
         self._began_s = time.monotonic()
         self._session = se.Session(
             se.Order(
@@ -152,6 +154,7 @@ class Delivery:
             attempt=session.attempt,
             prompt_tokens=prompt_tokens + sum(estimated_tokens(text) for text in self._documents),
             exclude_units=session.excluded,
+            prefix=self._prefix.hashes,
             deadline_ms=left_s * 1000,
             traceparent="" if span is None else span.traceparent,
         )
@@ -234,6 +237,10 @@ class Delivery:
             output_tokens=effect.output_tokens,
             ttft_ms=effect.ttft_ms,
             total_ms=effect.total_ms,
+            cached_tokens=effect.cached_tokens,
+            prefix=self._prefix.extend(turn("assistant", "".join(self._sent)))
+            if effect.outcome == "done"
+            else (),
         )
 
     def _begin(self, effect: se.Begin) -> None:

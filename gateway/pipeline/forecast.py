@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from gateway.knowledge.embedder import EmbedOrder, embed_request
 from gateway.pipeline.plan import GenerationPlan, Plan, RetrievalPlan, StepPlan, prompt_estimate
+from gateway.pipeline.prefix import prompt_prefix, system_prefix
 from grid.config import Config
 from grid.errors import GridError, NoEligibleUnit, Saturated
 from grid.words import Candidate, Decision, PlacementRequest, Rejection
@@ -151,8 +152,13 @@ def _embedding(plan: Plan, step: RetrievalPlan) -> PlacementRequest:
 
 
 def _generation(plan: Plan, step: GenerationPlan, others: int) -> PlacementRequest:
-    asked = step.placement
-    return asked._replace(prompt_tokens=asked.prompt_tokens + others, deadline_ms=plan.time_limit_s * 1000)
+    asked, salt = step.placement, plan.tenant.salt
+    prefix = system_prefix(salt, step.messages) if step.uses else prompt_prefix(salt, step.messages, ())
+    return asked._replace(
+        prompt_tokens=asked.prompt_tokens + others,
+        deadline_ms=plan.time_limit_s * 1000,
+        prefix=prefix.hashes,
+    )
 
 
 async def _ask(placement: Asks, request: PlacementRequest) -> Decision | GridError:

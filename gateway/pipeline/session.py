@@ -113,6 +113,7 @@ class Settle(NamedTuple):
     ttft_ms: float
     total_ms: float
     """Both since the placement of this attempt."""
+    cached_tokens: int = 0
 
 
 class Finish(NamedTuple):
@@ -412,6 +413,7 @@ class Session:
                 usage.output_tokens,
                 ttft_s * 1000,
                 (now_s - self._placed_s) * 1000,
+                usage.cached_tokens,
             )
         )
 

@@ -104,6 +104,10 @@ class Settle(NamedTuple):
     output_tokens: int = 0
     ttft_ms: float = 0.0
     total_ms: float = 0.0
+    cached_tokens: int = 0
+    """Of the input tokens, those that the unit's prefix cache held."""
+    prefix: tuple[int, ...] = ()
+    """Hashes that follow the request's own once its answer is part of the conversation."""
 
 
 class Announce(NamedTuple):

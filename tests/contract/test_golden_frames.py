@@ -162,6 +162,7 @@ CANDIDATE = Candidate(
     pressure_ms=3.0,
     cu_factor=3.2,
     cu_seconds=0.75,
+    cached_tokens=512,
 )
 REQUEST = PlacementRequest(
     request_id="req_1",
@@ -183,6 +184,7 @@ REQUEST = PlacementRequest(
     explain=True,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     pipeline_id="pl-1",
+    prefix=(1 << 63, 7),
 )
 DECISION = Decision(
     reservation_id="req_1/answer/1",
@@ -223,6 +225,8 @@ EXAMPLES: tuple[WireMessage, ...] = (
         output_tokens=42,
         ttft_ms=31.5,
         total_ms=310.25,
+        cached_tokens=512,
+        prefix=(9, 1 << 62),
     ),
     Announce(stream=0, card=CARD),
     Report(stream=0, node_id="node-a", loads=(LOAD,)),

@@ -287,6 +287,7 @@ CANDIDATE = {
     "decode_ms": 30.0,
     "total_ms": 33.3,
     "cu_seconds": 0.0123,
+    "cached_tokens": 0,
 }
 PLAN = {
     "runnable": True,

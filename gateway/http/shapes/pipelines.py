@@ -56,6 +56,9 @@ class CandidateView(Shape):
     ttft_ms: float
     total_ms: float
     cu_seconds: float
+    cached_tokens: int = Field(
+        description="of the prompt, what its prefix cache should hold; not in prefill_ms"
+    )
 
 
 class RejectionView(Shape):

@@ -1,0 +1,290 @@
+"""Which beginnings of prompts each unit should still have in its prefix cache: estimated, and corrected.
+
+A request brings chained hashes of its prompt: hash i stands for everything up to END_TOKENS[i], salted by its
+tenant, so that none is ever equal to another tenant's. A unit is taken to hold the beginnings of what it was
+given, as an engine does: least recently used tokens leave first, of one prompt the last ones first, and no
+more is held than its KV cache has room for. So whoever holds a beginning holds every shorter one, which makes
+a look-up one walk from the shortest on that ends where nobody holds the next. What a finished request really
+found in the cache is believed over the estimate. Pure; counts are the gateway's estimates of tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from placement.columns import FIRST_CAPACITY, Floats, Ints
+
+FIRST_TOKENS = 64
+"""Of the first blocks: four of an engine's own; less is not worth a detour."""
+
+GROWTH = 8
+"""A block is an eighth of what stands before it: a prefix is known to an eighth, whatever its length."""
+
+MAX_BLOCKS = 64
+"""Hashes of one request: with these blocks they reach 370,000 tokens, and take 0.6 KB on the link."""
+
+MAX_HELD = 1 << 19
+"""Blocks that all units together are known to hold: about 400 bytes each. It is the KV caches of some hundred
+large GPUs; beyond it the units that were longest without a request are forgotten first."""
+
+MAX_FILLER_TOKENS = 1_024
+"""Tokens that no later prompt can begin with (answers, ends of prompts) are counted together up to here."""
+
+FAR_FEWER = 0.5
+"""A request that found less than this share of what was expected has found an emptier cache."""
+
+TRUST_STEP = 0.1
+"""How fast expectations of a unit follow what its requests really found: half way within seven of them."""
+
+FEW_HOLDERS = 64
+"""Among so many a plain search finds a unit sooner than numpy begins."""
+
+
+def _ends() -> tuple[int, ...]:
+    ends = [FIRST_TOKENS]
+    while len(ends) < MAX_BLOCKS:
+        ends.append(ends[-1] + max(FIRST_TOKENS, ends[-1] // GROWTH))
+    return tuple(ends)
+
+
+END_TOKENS = _ends()
+"""Where the blocks of a prompt end, in tokens from its beginning."""
+
+
+class Match(NamedTuple):
+    """Units that should find a part of a prompt in their cache; arrays of one entry a unit, in no order."""
+
+    rows: Ints
+    tokens: Ints
+
+
+class Reuse(NamedTuple):
+    """What one request was expected to find on its unit."""
+
+    tokens: int = 0
+    share: float = 0.0
+    """Of the prompt, what is held by the estimate alone, whatever it has proved to be worth so far."""
+    blocks: int = 0
+    """Of its hashes, so many were held."""
+    touch: int = 0
+    """Its number among what touched the unit's cache."""
+    earlier: int = 0
+    """When the last of those blocks was touched before."""
+
+
+NO_REUSE = Reuse()
+
+
+class UnitPrefixes:
+    """What one unit holds; its `Prefixes` alone writes to it."""
+
+    __slots__ = ("blocks", "number", "tokens", "touches")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Stays while the unit lives; rows move."""
+        self.blocks: OrderedDict[int, int] = OrderedDict()
+        """Hash to touch, least recently used first. Fillers have negative keys."""
+        self.tokens = 0
+        self.touches = 0
+
+
+class _Block:
+    __slots__ = ("holders", "tokens")
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.holders = array("i")
+        """Numbers of units, in no order."""
+
+
+class Prefixes:
+    """All units' holdings, and the index from a hash to who holds it."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, _Block] = {}
+        self._recent: OrderedDict[UnitPrefixes, None] = OrderedDict()
+        """Units that hold anything, the one that was longest without a request first."""
+        self._free: list[int] = []
+        self._fillers = 0
+        self._numbers = 0
+        self.held = 0
+        """Blocks and fillers of all units together."""
+        # By number of the unit.
+        self._row: Ints = np.zeros(FIRST_CAPACITY, np.int64)
+        self._trust: Floats = np.ones(FIRST_CAPACITY, np.float64)
+        self._found: Floats = np.zeros(FIRST_CAPACITY, np.float64)
+
+    # --- units ------------------------------------------------------------------------------
+
+    def join(self, row: int) -> UnitPrefixes:
+        """Take in a unit, which holds nothing, at `row`."""
+        if self._free:
+            number = self._free.pop()
+        else:
+            number = self._numbers
+            self._numbers += 1
+            if number == len(self._row):
+                self._row = np.concatenate([self._row, np.zeros_like(self._row)])
+                self._trust = np.concatenate([self._trust, np.ones_like(self._trust)])
+                self._found = np.concatenate([self._found, np.zeros_like(self._found)])
+        self._row[number], self._trust[number] = row, 1.0
+        return UnitPrefixes(number)
+
+    def move(self, unit: UnitPrefixes, row: int) -> None:
+        self._row[unit.number] = row
+
+    def leave(self, unit: UnitPrefixes) -> None:
+        """Forget a unit and all that it holds; whoever comes in its place holds nothing."""
+        while unit.blocks:
+            self._evict(unit)
+        self._free.append(unit.number)
+
+    # --- asking -----------------------------------------------------------------------------
+
+    def match(self, prefix: Sequence[int], prompt_tokens: int) -> Match | None:
+        """Return which units should find how much of a prompt in their cache; None where none finds any.
+
+        Never the whole prompt: an engine always computes the last token.
+        """
+        levels: list[tuple[int, array[int]]] = []
+        for end, key in zip(END_TOKENS, prefix, strict=False):
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            # As many holders are the same holders, since all of these hold the shorter ones as well.
+            if levels and len(levels[-1][1]) == len(block.holders):
+                levels.pop()
+            levels.append((end, block.holders))
+        if not levels:
+            return None
+        found, all_of_them = self._found, np.frombuffer(levels[0][1], np.int32)
+        for end, holders in levels:
+            found[np.frombuffer(holders, np.int32)] = end
+        tokens = np.minimum(found[all_of_them], max(prompt_tokens - 1, 0)) * self._trust[all_of_them]
+        return Match(self._row[all_of_them], tokens.astype(np.int64))
+
+    # --- telling ----------------------------------------------------------------------------
+
+    def placed(
+        self, unit: UnitPrefixes, prefix: Sequence[int], prompt_tokens: int, capacity_tokens: int
+    ) -> Reuse:
+        """Take in that a unit was given a prompt; return what it should find of it in its cache.
+
+        A prompt that comes a moment later finds this one's blocks: engines share them from the first step on.
+        """
+        if not prefix or capacity_tokens <= 0:
+            return NO_REUSE
+        blocks = 0
+        for key in prefix[:MAX_BLOCKS]:
+            if key not in unit.blocks:
+                break
+            blocks += 1
+        held_tokens = min(END_TOKENS[blocks - 1], max(prompt_tokens - 1, 0)) if blocks else 0
+        earlier = unit.blocks[prefix[blocks - 1]] if blocks else 0
+        self._touch(unit, prefix, capacity_tokens)
+        tokens = int(held_tokens * self._trust.item(unit.number))
+        return Reuse(tokens, held_tokens / max(prompt_tokens, 1), blocks, unit.touches, earlier)
+
+    def withdrawn(self, unit: UnitPrefixes, prefix: Sequence[int], reuse: Reuse) -> None:
+        """Take back what `placed` took in: the prompt was never computed."""
+        for key in reversed(prefix[reuse.blocks : MAX_BLOCKS]):
+            if unit.blocks.get(key) == reuse.touch:
+                self._drop(unit, key)
+
+    def ended(self, unit: UnitPrefixes, prefix: Sequence[int], tokens: int, capacity_tokens: int) -> None:
+        """Take in that a request has ended, which is when its tokens become the most recently used.
+
+        `prefix` may have become longer by the answer. `tokens` are those of prompt and answer; what of them
+        has no hash takes room all the same.
+        """
+        if capacity_tokens <= 0:
+            return
+        hashed = min(len(prefix), MAX_BLOCKS)
+        more_tokens = tokens - (END_TOKENS[hashed - 1] if hashed else 0)
+        if more_tokens > 0:
+            self._fill(unit, more_tokens)
+        self._touch(unit, prefix, capacity_tokens)
+
+    def found(self, unit: UnitPrefixes, reuse: Reuse, real_share: float) -> None:
+        """Correct the estimate by what share of its prompt a request found in the cache.
+
+        Of a unit that has lost what was touched last at `reuse.earlier`, all that is as old is gone, too.
+        """
+        if not reuse.share:
+            return
+        ratio = min(real_share / reuse.share, 1.0)
+        self._trust[unit.number] += TRUST_STEP * (ratio - self._trust.item(unit.number))
+        if ratio < FAR_FEWER:
+            while unit.blocks and next(iter(unit.blocks.values())) <= reuse.earlier:
+                self._evict(unit)
+
+    # --- one unit's blocks ------------------------------------------------------------------
+
+    def _touch(self, unit: UnitPrefixes, prefix: Sequence[int], capacity_tokens: int) -> None:
+        unit.touches += 1
+        held, touch = unit.blocks, unit.touches
+        # The last ones first, so that they leave first.
+        for at in range(min(len(prefix), MAX_BLOCKS) - 1, -1, -1):
+            key = prefix[at]
+            if key in held:
+                held[key] = touch
+                held.move_to_end(key)
+            else:
+                self._hold(unit, key, END_TOKENS[at] - (END_TOKENS[at - 1] if at else 0))
+        if not held:
+            return
+        self._recent[unit] = None
+        self._recent.move_to_end(unit)
+        while unit.tokens > capacity_tokens:
+            self._evict(unit)
+        while self.held > MAX_HELD:
+            self._evict(next(iter(self._recent)))
+
+    def _fill(self, unit: UnitPrefixes, tokens: int) -> None:
+        last = next(reversed(unit.blocks), 0)
+        if last < 0 and self._blocks[last].tokens + tokens <= MAX_FILLER_TOKENS:
+            self._blocks[last].tokens += tokens
+            unit.tokens += tokens
+        else:
+            self._fillers += 1
+            self._hold(unit, -self._fillers, tokens)
+
+    def _hold(self, unit: UnitPrefixes, key: int, tokens: int) -> None:
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = _Block(tokens)
+        block.holders.append(unit.number)
+        unit.blocks[key] = unit.touches
+        unit.tokens += block.tokens
+        self.held += 1
+
+    def _evict(self, unit: UnitPrefixes) -> None:
+        """Drop the unit's least recently used block."""
+        self._drop(unit, next(iter(unit.blocks)))
+
+    def _drop(self, unit: UnitPrefixes, key: int) -> None:
+        block = self._blocks[key]
+        holders = block.holders
+        if len(holders) == 1:
+            del self._blocks[key]
+        else:
+            last = holders.pop()
+            if last != unit.number:
+                holders[_place(holders, unit.number)] = last
+        del unit.blocks[key]
+        unit.tokens -= block.tokens
+        self.held -= 1
+        if not unit.blocks:
+            self._recent.pop(unit, None)
+
+
+def _place(holders: array[int], number: int) -> int:
+    if len(holders) <= FEW_HOLDERS:
+        return holders.index(number)
+    return int(np.flatnonzero(np.frombuffer(holders, np.int32) == number)[0])
