@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import cell, gpus, keys, pipelines, plans, requests, sources, top, units
+from gateway.cli import cell, gpus, keys, pipelines, plans, requests, simulate, sources, top, units
 
 app = typer.Typer(
     help="Zerogrid: declare an AI pipeline and call it; the grid does the rest.",
@@ -24,6 +24,7 @@ COMMANDS = (
     gpus.gpus,
     top.top,
     units.drain,
+    simulate.simulate,
 )
 for command in COMMANDS:
     app.command()(command)

@@ -1,0 +1,154 @@
+"""Our own policy: the very code that decides in production, driven by simulated time.
+
+Reports become the samples of `placement.fleet.View`, arrivals its placement requests; `decide` picks, the
+view reserves, and what ended requests tell is learned as the actor learns it. Nothing of placement is written
+again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import ClassVar
+
+from grid.errors import Saturated
+from grid.hardware import catalogue
+from grid.words import Decision, PlacementRequest, Precision, Task, UnitCard, UnitLoad, UnitState
+from placement.decide import decide
+from placement.fleet import Rules, View
+from placement.freshness import TICK_S
+from placement.reports import Spent
+from placement.simulator.policies.base import Policy, Setting
+from placement.simulator.seen import Arrival, Dispatch, Ended, UnitReport
+
+MODEL = "llama-3.1-8b"
+PARAMETERS_B = 8.03
+MAX_OUTPUT_TOKENS = 8_192
+"""What every client asks for at most: far above most answers, so that it tells nothing of them."""
+
+MAX_WAITING = 4_096
+"""Units take all that comes, as vLLM does."""
+
+LINK = 1
+INCARNATION = "1"
+
+
+def card(setting: Setting, unit: int) -> UnitCard:
+    """Return the card that such a unit would announce: the catalogue's priors, nothing of the simulated
+    truth."""
+    info = setting.units[unit]
+    gpu = catalogue.find(info.gpu)
+    return UnitCard(
+        unit_id=f"u{unit}",
+        incarnation=INCARNATION,
+        host="sim",
+        port=1,
+        node_id=f"n{unit}",
+        region=info.region,
+        task=int(Task.GENERATE),
+        model=MODEL,
+        precision=int(Precision.BF16),
+        fingerprint="",
+        context_tokens=info.context_tokens,
+        gpu_type=gpu.name,
+        gpus=1.0,
+        memory_grant_mb=gpu.memory_mb,
+        max_running=info.max_running,
+        max_waiting=MAX_WAITING,
+        cu_factor=gpu.cu_factor,
+        simulated=True,
+        prefill_tokens_per_s=catalogue.prefill_tokens_per_s(gpu.name, PARAMETERS_B, Precision.BF16),
+        decode_ms_per_token=catalogue.decode_ms_per_token(gpu.name, PARAMETERS_B, Precision.BF16),
+    )
+
+
+class Grid(Policy):
+    name: ClassVar[str] = "grid"
+    source: ClassVar[str] = "placement/decide.py, as the placement actor calls it"
+    wants_reports: ClassVar[bool] = True
+    wants_ended: ClassVar[bool] = True
+
+    def __init__(self, setting: Setting, rng: random.Random) -> None:
+        super().__init__(setting, rng)
+        self._view = View(self.rules(), 0.0)
+        for info in setting.units:
+            self._view.join(card(setting, info.unit), LINK)
+        self._reservation: dict[int, str] = {}
+        self._ticked_s = 0.0
+        self._waiting: list[Arrival] = []
+        """Refused for the moment: asked again at the next report, as gateways do."""
+        self._started = False
+
+    def rules(self) -> Rules:
+        return Rules(lease_s=300.0)
+
+    def reported(self, reports: Sequence[UnitReport], now_s: float) -> Sequence[Dispatch]:
+        self._tick(now_s)
+        names = self._reservation
+        self._view.report(
+            (
+                UnitLoad(
+                    f"u{report.unit}",
+                    INCARNATION,
+                    int(UnitState.READY),
+                    report.running,
+                    report.waiting,
+                    report.kv_tokens_free,
+                    report.kv_tokens_total,
+                    report.prefill_tokens_queued,
+                    report.steps,
+                    tuple(names[request] for request in report.held if request in names),
+                    decode_ms_per_token=report.decode_step_ms,
+                    prompt_tokens=report.prompt_tokens,
+                    cached_tokens=report.cached_tokens,
+                )
+                for report in reports
+            ),
+            LINK,
+            now_s,
+        )
+        if not self._waiting:
+            return ()
+        waiting, self._waiting = self._waiting, []
+        sent: list[Dispatch] = []
+        for arrival in waiting:
+            sent += self.arrived(arrival, now_s)
+        return sent
+
+    def _tick(self, now_s: float) -> None:
+        """Advance the view's clock as the actor's ticker does."""
+        while now_s - self._ticked_s >= TICK_S:
+            self._ticked_s += TICK_S
+            self._view.tick(self._ticked_s)
+
+    def request(self, arrival: Arrival) -> PlacementRequest:
+        return PlacementRequest(
+            request_id=str(arrival.request),
+            step_id="s",
+            attempt=1,
+            tenant_id=arrival.tenant,
+            task=int(Task.GENERATE),
+            model=MODEL,
+            prompt_tokens=arrival.prompt_tokens,
+            max_output_tokens=MAX_OUTPUT_TOKENS,
+        )
+
+    def arrived(self, arrival: Arrival, now_s: float) -> Sequence[Dispatch]:
+        request = self.request(arrival)
+        try:
+            decision: Decision = decide(request, self._view, now_s, self.rng)
+        except Saturated:
+            # Before the first reports every unit is silent.
+            self._waiting.append(arrival)
+            return ()
+        chosen = decision.chosen.unit_id
+        self._view.reserve(request, chosen, LINK, now_s)
+        self._reservation[arrival.request] = request.reservation_id
+        return (Dispatch(arrival.request, int(chosen[1:])),)
+
+    def ended(self, ended: Ended, now_s: float) -> Sequence[Dispatch]:
+        reservation = self._reservation.pop(ended.request, None)
+        if reservation is not None:
+            spent = Spent(ended.prompt_tokens, ended.output_tokens, ended.ttft_ms, ended.total_ms)
+            self._view.settle(reservation, "done", now_s, spent)
+        return ()
