@@ -28,7 +28,7 @@ def digest() -> str:
     """Return a hash of all that happened under every policy."""
     told = hashlib.sha256()
     for policy in POLICIES:
-        told.update(repr(run(policy).outcomes).encode())
+        told.update(repr(run(policy, count=60).outcomes).encode())
     return told.hexdigest()
 
 

@@ -17,7 +17,9 @@ from grid.words import Decision, PlacementRequest, Precision, Task, UnitCard, Un
 from placement.decide import decide
 from placement.fleet import Rules, View
 from placement.freshness import TICK_S
+from placement.prefixes import END_TOKENS, MAX_BLOCKS
 from placement.reports import Spent
+from placement.simulator.kv import BLOCK_TOKENS
 from placement.simulator.policies.base import Policy, Setting
 from placement.simulator.seen import Arrival, Dispatch, Ended, UnitReport
 
@@ -59,6 +61,19 @@ def card(setting: Setting, unit: int) -> UnitCard:
         simulated=True,
         prefill_tokens_per_s=catalogue.prefill_tokens_per_s(gpu.name, PARAMETERS_B, Precision.BF16),
         decode_ms_per_token=catalogue.decode_ms_per_token(gpu.name, PARAMETERS_B, Precision.BF16),
+    )
+
+
+def prefix(arrival: Arrival) -> tuple[int, ...]:
+    """Return what the gateway's chained hashes would be: one for each end of a block of its own raster.
+
+    Two prompts are known to be the same up to an end if the trace's block around it is the same.
+    """
+    whole_tokens = min(arrival.prompt_tokens // BLOCK_TOKENS, len(arrival.blocks)) * BLOCK_TOKENS
+    return tuple(
+        arrival.blocks[(end - 1) // BLOCK_TOKENS] * MAX_BLOCKS + place
+        for place, end in enumerate(END_TOKENS)
+        if end <= whole_tokens
     )
 
 
@@ -131,6 +146,7 @@ class Grid(Policy):
             model=MODEL,
             prompt_tokens=arrival.prompt_tokens,
             max_output_tokens=MAX_OUTPUT_TOKENS,
+            prefix=prefix(arrival),
         )
 
     def arrived(self, arrival: Arrival, now_s: float) -> Sequence[Dispatch]:
@@ -149,6 +165,9 @@ class Grid(Policy):
     def ended(self, ended: Ended, now_s: float) -> Sequence[Dispatch]:
         reservation = self._reservation.pop(ended.request, None)
         if reservation is not None:
-            spent = Spent(ended.prompt_tokens, ended.output_tokens, ended.ttft_ms, ended.total_ms)
+            spent = Spent(
+                *(ended.prompt_tokens, ended.output_tokens, ended.ttft_ms, ended.total_ms),
+                ended.cached_tokens,
+            )
             self._view.settle(reservation, "done", now_s, spent)
         return ()
