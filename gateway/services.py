@@ -138,6 +138,7 @@ async def build_services(config: Config, *, resolve_placement: Resolve, resolve_
         embedder=Embedder(placement=placement, links=bulk_links),
         tracer=open_tracer(config.tracing, "gateway", peer_id, config.cell.region),
     )
+    placement.on_fleet(services.runner.watch.fleet_changed)
     try:
         await placement.start()
         for store in stores.values():

@@ -1,20 +1,25 @@
 """One generation carried out: the shell around `session.py`, which decides everything.
 
-Owns the generation's link stream and its one timer. All waiting is in `events`; `leave` waits for nothing,
-so a client that leaves at any moment frees its unit at once and its reservation exactly once.
+Owns the generation's attempts in flight and its one timer. All waiting is in `events`; `leave` waits for
+nothing, so a client that leaves at any moment frees its units at once and its reservations exactly once.
+While one attempt speaks, which is nearly always, its link stream is read directly; what places, or speaks
+beside it, has a task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from gateway.knowledge.embedder import Places, step_placement
 from gateway.observe.story import RunStory
-from gateway.pipeline import session as se
+from gateway.pipeline import stream as st
+from gateway.pipeline.alarm import Alarm
 from gateway.pipeline.context import Context
 from gateway.pipeline.events import (
     NOTHING_USED,
@@ -30,12 +35,14 @@ from gateway.pipeline.events import (
 from gateway.pipeline.farewell import Farewells
 from gateway.pipeline.plan import GenerationPlan, Plan, estimated_tokens
 from gateway.pipeline.prefix import prompt_prefix, turn
+from gateway.pipeline.session import Order, Phase, Session
 from gateway.pipeline.spans import GenerationEnd, generation_span
+from gateway.pipeline.watch import Watch
 from grid.errors import Cancelled, GridError
 from grid.tracing.spans import Kind
 from grid.wire.link import Link, LinkStream
-from grid.wire.messages import Cancel, Done, Submit, WireMessage
-from grid.words import Decision, Usage
+from grid.wire.messages import Cancel, Done, Submit, Tokens, WireMessage
+from grid.words import Decision, Sampling, Usage
 
 PLACE_WAIT_S = 5.0
 """The placement actor is back from a restart within it; a longer silence is the caller's to know."""
@@ -44,6 +51,12 @@ STREAM_BASE_BYTES = 64 * 1024
 STREAM_BYTES_PER_TOKEN = 256
 """A token's frame has about 30 bytes: a whole answer waits in the gateway for the slowest client, and a unit
 that sends more than that is broken."""
+
+FOREVER_S = 3600.0
+"""A wait that something else ends: longer than any request may take."""
+
+PUNCTUAL_S = 0.1
+"""A look at a silent stream that comes later than this was held up itself, and says nothing of the unit."""
 
 
 class Links(Protocol):
@@ -67,6 +80,30 @@ class Before:
     usage: Usage = NOTHING_USED
 
 
+class Flight:
+    """One attempt carried out: first a place is looked for, then its stream is read."""
+
+    __slots__ = ("decision", "heard_s", "number", "order", "placing", "reader", "stream", "submission")
+
+    def __init__(self, order: st.Place) -> None:
+        self.number = order.attempt
+        self.order = order
+        self.placing: asyncio.Task[None] | None = None
+        self.decision: Decision | None = None
+        self.submission: st.SubmitTo | None = None
+        self.stream: LinkStream | None = None
+        self.reader: asyncio.Task[list[WireMessage]] | None = None
+        self.heard_s = math.inf
+        """When its unit last said something, from its first token on; later, where nobody listened."""
+
+    def halt(self) -> None:
+        """End its tasks; the stream stays."""
+        if self.placing is not None and self.placing is not asyncio.current_task():
+            self.placing.cancel()
+        if self.reader is not None:
+            self.reader.cancel()
+
+
 class Delivery:
     def __init__(
         self,
@@ -77,32 +114,37 @@ class Delivery:
         placement: Places,
         links: Links,
         farewells: Farewells,
+        watch: Watch,
         noted: RunStory,
     ) -> None:
-        control = generation.stream_control
+        control, sampling = generation.stream_control, generation.sampling
         self._plan = plan
         self._generation = generation
         self._before = before
         self._placement = placement
         self._links = links
         self._farewells = farewells
+        self._watch = watch
         self._noted = noted
         self._documents = before.context.texts
         self._prefix = prompt_prefix(plan.tenant.salt, generation.messages, self._documents)
         self._began_s = time.monotonic()
-        self._session = se.Session(
-            se.Order(
-                max_output_tokens=generation.sampling.max_output_tokens,
+        self._session = Session(
+            Order(
+                max_output_tokens=sampling.max_output_tokens,
                 stops=generation.stops,
                 min_tokens_per_chunk=control.min_tokens_per_chunk,
                 max_latency_s=control.max_latency_ms / 1000,
                 flush_on_eos=control.flush_on_eos,
                 deadline_s=before.deadline_s,
+                is_greedy=sampling.temperature == 0,
+                bound_by=bound_by(sampling),
             )
         )
         self._alarm = Alarm()
-        self._stream: LinkStream | None = None
+        self._flights: dict[int, Flight] = {}
         self._decision: Decision | None = None
+        """Of the attempt that the answer comes from; before one is accepted, of the newest."""
         self._placing_s = 0.0
         self._begun = False
         self.documents_used = 0
@@ -110,51 +152,141 @@ class Delivery:
         self._sent: list[str] = []
         self._events: list[RunEvent] = []
         self._span = generation_span(plan, generation)
+        self._watch.budget.earn()
+        self._handle(st.Start())
 
     async def events(self) -> list[RunEvent]:
         """Wait for at least one event and return all there are; empty after the last.
 
         Raises the GridError of a generation that no unit accepted.
         """
-        session = self._session
-        while not self._events and session.phase is not se.Phase.ENDED:
+        session, now_s = self._session, time.monotonic()
+        for flight in self._flights.values():
+            if flight.heard_s < now_s:
+                flight.heard_s = now_s  # nobody listened meanwhile
+        while not self._events and session.phase is not Phase.ENDED:
             now_s = time.monotonic()
-            due_s = session.due_s
-            if due_s <= now_s:
-                self._handle(se.Tick())
-            elif session.phase is se.Phase.PLACING:
-                await self._place(self._before.deadline_s - now_s)
+            if session.due_s <= now_s:
+                self._handle(st.Tick())
             else:
-                await self._listen(due_s)
+                await self._wait(now_s)
         events, self._events = self._events, []
         return events
 
     def leave(self) -> None:
         """Nobody listens any more. Does nothing after the last event."""
         session = self._session
-        if session.phase is not se.Phase.ENDED:
+        if session.phase is not Phase.ENDED:
             self._noted.charge(session.usage)
             self._end_span(time.monotonic(), session.usage, error=Cancelled.code)
-            self._handle(se.ClientGone())
-            if session.accepted is not None and self._stream is not None:
-                self._farewells.hear(self._stream, self._noted.charge_late)
-                self._stream = None
-        self._close_stream()
+            self._handle(st.ClientGone())
+        for number in list(self._flights):
+            self._let_go(number)
         self._alarm.cancel()
+
+    # --- what others see of a unit ----------------------------------------------------------------
+
+    def leave_unit(self, unit_id: str) -> None:
+        for flight in self._on(unit_id):
+            self._handle(st.Leaving(flight.number))
+        self._alarm.ring()
+
+    def doubt_unit(self, unit_id: str) -> None:
+        for flight in self._on(unit_id):
+            self._doubt(flight)
+
+    def _on(self, unit_id: str) -> list[Flight]:
+        flights = self._flights.values()
+        return [each for each in flights if each.decision and each.decision.chosen.unit_id == unit_id]
+
+    def _doubt(self, flight: Flight) -> None:
+        """Its unit is silent: let another race it, if that may be."""
+        if self._session.can_hedge(flight.number) and self._watch.budget.spend():
+            self._handle(st.Suspected(flight.number))
+            self._alarm.ring()
 
     # --- waiting --------------------------------------------------------------------------------
 
-    async def _place(self, left_s: float) -> None:
-        """Place the current attempt and submit it."""
-        session = self._session
-        self._close_stream()
-        prompt_tokens = self._generation.placement.prompt_tokens
+    async def _wait(self, now_s: float) -> None:
+        """Wait until something happens or `Tick` is due."""
+        due_s = self._session.due_s
+        if len(self._flights) == 1:
+            (flight,) = self._flights.values()
+            if flight.stream is not None and flight.reader is None:
+                await self._listen(flight, flight.stream, due_s)
+                return
+            if flight.placing is None and flight.reader is None:
+                await self._place(flight)
+                return
+        await self._wait_for_any(due_s)
+
+    async def _listen(self, flight: Flight, stream: LinkStream, due_s: float) -> None:
+        assert flight.decision is not None
+        stuck_s = flight.heard_s + self._watch.stuck_after_s(flight.decision.chosen.unit_id)
+        try:
+            messages = await self._alarm.wait(stream.receive(), min(due_s, stuck_s))
+        except GridError as error:
+            self._handle(st.LinkLost(flight.number, error))
+            return
+        if messages is not None:
+            self._take(flight, messages)
+        elif (now_s := time.monotonic()) >= stuck_s:
+            flight.heard_s = now_s
+            if now_s < stuck_s + PUNCTUAL_S:
+                self._doubt(flight)
+
+    def _take(self, flight: Flight, messages: Sequence[WireMessage]) -> None:
+        now_s = time.monotonic()
+        if type(messages[-1]) is Tokens:
+            assert flight.decision is not None
+            if flight.heard_s < now_s:
+                self._watch.said(flight.decision.chosen.unit_id, now_s - flight.heard_s)
+            flight.heard_s = now_s
+        elif flight.heard_s < now_s:
+            flight.heard_s = now_s
+        self._handle(st.Frames(flight.number, messages))
+
+    async def _wait_for_any(self, due_s: float) -> None:
+        """Wait for whichever attempt has news: the slow way, where not exactly one speaks."""
+        waits: list[asyncio.Task[Any]] = []
+        for flight in self._flights.values():
+            if flight.stream is not None and flight.reader is None:
+                flight.reader = asyncio.create_task(flight.stream.receive())
+            waits += [task for task in (flight.placing, flight.reader) if task is not None]
+        news = asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED) if waits else asyncio.sleep(FOREVER_S)
+        await self._alarm.wait(news, due_s)
+        for flight in list(self._flights.values()):
+            placing, reader = flight.placing, flight.reader
+            if placing is not None and placing.done():
+                flight.placing = None
+                placing.result()
+            if reader is not None and reader.done() and flight.number in self._flights:
+                flight.reader = None
+                try:
+                    messages = reader.result()
+                except GridError as error:
+                    self._handle(st.LinkLost(flight.number, error))
+                else:
+                    self._take(flight, messages)
+
+    # --- placing --------------------------------------------------------------------------------
+
+    async def _place(self, flight: Flight) -> None:
+        """Place an attempt and submit it."""
+        order, generation = flight.order, self._generation
+        left_s = self._before.deadline_s - time.monotonic()
+        documents = sum(estimated_tokens(text) for text in self._documents)
         span = None if self._span is None else self._span.child()
         request = self._generation.placement._replace(
             attempt=session.attempt,
             prompt_tokens=prompt_tokens + sum(estimated_tokens(text) for text in self._documents),
             exclude_units=session.excluded,
             prefix=self._prefix.hashes,
+        request = generation.placement._replace(
+            attempt=order.attempt,
+            prompt_tokens=generation.placement.prompt_tokens + documents + order.emitted_tokens,
+            max_output_tokens=order.rest_tokens,
+            exclude_units=order.excluded,
             deadline_ms=left_s * 1000,
             traceparent="" if span is None else span.traceparent,
         )
@@ -164,30 +296,39 @@ class Delivery:
         except GridError as error:
             if span is not None:
                 span.end("place", began_s, time.monotonic(), kind=Kind.CLIENT, error=error.code)
-            self._handle(se.NotPlaced(error))
+            self._flights.pop(flight.number, None)
+            self._handle(st.NotPlaced(flight.number, error))
             return
         placed_s = time.monotonic()
         self._placing_s += placed_s - began_s
         if span is not None:
             span.end("place", began_s, placed_s, kind=Kind.CLIENT)
-        self._decision = decision
-        self._noted.decided(self._generation.step_id, decision)
-        self._handle(se.Placed(decision.reservation_id, decision.chosen.unit_id))
+        flight.decision = decision
+        if not self._begun:
+            self._decision = decision
+        self._noted.decided(generation.step_id, decision)
+        self._handle(st.Placed(flight.number, decision.reservation_id, decision.chosen.unit_id))
+        if flight.submission is None:
+            return
+        self._watch.begins(decision.chosen.unit_id, self)
         try:
             link = await self._links.get(decision.chosen.host, decision.chosen.port)
         except GridError as error:
-            self._handle(se.LinkLost(error))
+            self._handle(st.LinkLost(flight.number, error))
             return
-        self._submit(link, decision)
+        if flight.number in self._flights:
+            self._submit(flight, flight.submission, link, decision)
 
-    def _submit(self, link: Link, decision: Decision) -> None:
-        sampling = self._generation.sampling
-        self._stream = link.open(STREAM_BASE_BYTES + STREAM_BYTES_PER_TOKEN * sampling.max_output_tokens)
-        self._stream.send(
+    def _submit(self, flight: Flight, submission: st.SubmitTo, link: Link, decision: Decision) -> None:
+        sampling = self._generation.sampling._replace(max_output_tokens=submission.rest_tokens)
+        stream = link.open(STREAM_BASE_BYTES + STREAM_BYTES_PER_TOKEN * submission.rest_tokens)
+        stream.on_silent = partial(self._doubt, flight)
+        flight.stream = stream
+        stream.send(
             Submit(
-                stream=self._stream.id,
+                stream=stream.id,
                 request_id=self._plan.request_id,
-                attempt=self._session.attempt,
+                attempt=flight.number,
                 reservation_id=decision.reservation_id,
                 model=decision.model,
                 messages=self._generation.messages,
@@ -195,40 +336,81 @@ class Delivery:
                 sampling=sampling,
                 tenant_salt=self._plan.tenant.salt,
                 deadline_ms=max(self._before.deadline_s - time.monotonic(), 0.0) * 1000,
+                emitted_ids=submission.emitted_ids,
+                emitted_code_points=submission.emitted_code_points,
+                prompt_hash=submission.prompt_hash,
                 traceparent="" if self._span is None else self._span.traceparent,
             )
         )
 
-    async def _listen(self, until_s: float) -> None:
-        assert self._stream is not None
-        try:
-            messages = await self._alarm.receive(self._stream, until_s)
-        except GridError as error:
-            self._handle(se.LinkLost(error))
-            return
-        self._handle(se.Frames(messages) if messages else se.Tick())
-
     # --- effects --------------------------------------------------------------------------------
 
-    def _handle(self, event: se.Event) -> None:
+    def _handle(self, event: st.Event) -> None:
         now_s = time.monotonic()
         for effect in self._session.handle(event, now_s):
             if isinstance(effect, Chunk):
                 self._sent.append(effect.text)
                 self._events.append(effect)
-            elif isinstance(effect, se.Settle):
+            elif isinstance(effect, st.Place):
+                self._find_place(effect)
+            elif isinstance(effect, st.SubmitTo):
+                self._flights[effect.attempt].submission = effect
+            elif isinstance(effect, st.Settle):
                 self._settle(effect)
-            elif isinstance(effect, se.Begin):
+            elif isinstance(effect, st.Begin):
                 self._begin(effect)
-            elif isinstance(effect, se.Finish):
+            elif isinstance(effect, st.Moved):
+                self._moved(effect)
+            elif isinstance(effect, st.GiveUp):
+                self._give_up(effect)
+            elif isinstance(effect, st.CancelUnit):
+                self._cancel(self._flights[effect.attempt])
+            elif isinstance(effect, st.Finish):
                 self._finish(effect, now_s)
-            elif isinstance(effect, se.CancelUnit):
-                if self._stream is not None:
-                    self._stream.send(Cancel(self._stream.id, effect.attempt))
             else:
                 self._fail(effect, now_s)
 
-    def _settle(self, effect: se.Settle) -> None:
+    def _find_place(self, effect: st.Place) -> None:
+        flight = self._flights[effect.attempt] = Flight(effect)
+        # The first one is placed by whoever waits in `events`: there is nothing else to wait for.
+        if self._begun or len(self._flights) > 1:
+            flight.placing = asyncio.create_task(self._place(flight))
+
+    def _moved(self, effect: st.Moved) -> None:
+        flight = self._flights[effect.attempt]
+        self._decision = flight.decision
+        if flight.order.is_hedge:
+            self._watch.budget.refund()
+
+    def _cancel(self, flight: Flight) -> None:
+        if flight.stream is not None:
+            flight.stream.send(Cancel(flight.stream.id, flight.number))
+
+    def _give_up(self, effect: st.GiveUp) -> None:
+        flight = self._flights[effect.attempt]
+        self._cancel(flight)
+        if effect.is_charged and flight.stream is not None:
+            flight.halt()
+            self._farewells.hear(flight.stream, self._charge)
+            flight.stream = None
+        self._let_go(effect.attempt)
+
+    def _let_go(self, number: int) -> None:
+        flight = self._flights.pop(number)
+        flight.halt()
+        if flight.decision is not None and not self._on(flight.decision.chosen.unit_id):
+            self._watch.ends(flight.decision.chosen.unit_id, self)
+        if flight.stream is not None:
+            flight.stream.close()
+
+    def _charge(self, cu_seconds: float) -> None:
+        """A unit says what an attempt took that was given up."""
+        if self._session.phase is Phase.ENDED:
+            self._noted.charge_late(cu_seconds)
+        else:
+            self._handle(st.Charged(cu_seconds))
+
+    def _settle(self, effect: st.Settle) -> None:
         self._noted.settled(effect.reservation_id, effect.outcome)
         self._placement.settle(
             effect.reservation_id,
@@ -243,7 +425,8 @@ class Delivery:
             else (),
         )
 
-    def _begin(self, effect: se.Begin) -> None:
+    def _begin(self, effect: st.Begin) -> None:
+        self._decision = self._flights[effect.attempt].decision
         assert self._decision is not None
         self._begun = True
         plan, accepted = self._plan, effect.accepted
@@ -263,7 +446,7 @@ class Delivery:
         self._events += self._before.context.retrieved(accepted.documents_used)
         self._events += self._before.outputs
 
-    def _finish(self, effect: se.Finish, now_s: float) -> None:
+    def _finish(self, effect: st.Finish, now_s: float) -> None:
         assert self._decision is not None
         before, timing = self._before, self._timing(effect.usage, effect.figures, now_s)
         ttft_ms = (effect.first_token_s - before.started_s) * 1000
@@ -276,8 +459,8 @@ class Delivery:
                 ttft_ms=ttft_ms,
                 total_ms=(now_s - before.started_s) * 1000,
                 timing=(*before.timing, timing),
-                placement=(*before.placement, step_placement(timing.step_id, self._decision)),
-                exact=True,
+                placement=(*before.placement, step_placement(timing.step_id, self._decision, effect.moves)),
+                exact=effect.exact,
                 stop=effect.stop,
             )
         )
@@ -303,7 +486,7 @@ class Delivery:
             end = GenerationEnd(self._decision, usage, finish_reason, ttft_ms, error, "".join(self._sent))
             span.end(self._began_s, now_s, end)
 
-    def _fail(self, effect: se.Fail, now_s: float) -> None:
+    def _fail(self, effect: st.Fail, now_s: float) -> None:
         self._noted.step(self._timing(effect.usage, None, now_s), effect.error)
         self._end_span(now_s, effect.usage, error=effect.error.code)
         if not self._begun:
@@ -311,60 +494,12 @@ class Delivery:
         usage = self._before.usage + effect.usage
         self._events.append(RunFailed(effect.error, usage, "".join(self._sent)))
 
-    def _close_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
 
-
-class Alarm:
-    """Ends the waits of one task in time. The timer is set once and moved only to ring earlier, so that a
-    stream with a far deadline pays nothing a token."""
-
-    __slots__ = ("_rang", "_rings_s", "_task", "_timer", "_until_s")
-
-    def __init__(self) -> None:
-        self._timer: asyncio.TimerHandle | None = None
-        self._rings_s = 0.0
-        self._task: asyncio.Task[object] | None = None
-        self._until_s = 0.0
-        self._rang = False
-
-    async def receive(self, stream: LinkStream, until_s: float) -> Sequence[WireMessage]:
-        """Return what arrived on `stream`; nothing if nothing did until `until_s` (monotonic seconds)."""
-        task = asyncio.current_task()
-        assert task is not None
-        cancelling = task.cancelling()
-        self._task, self._until_s, self._rang = task, until_s, False
-        if self._timer is None or until_s < self._rings_s:
-            self._set(until_s)
-        try:
-            return await stream.receive()
-        except asyncio.CancelledError:
-            # As asyncio.timeout does: a cancel that came from elsewhere as well is not ours to swallow.
-            if self._rang and task.uncancel() <= cancelling:
-                return ()
-            raise
-        finally:
-            self._task = None
-
-    def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _set(self, until_s: float) -> None:
-        self.cancel()
-        self._rings_s = until_s
-        delay_s = max(until_s - time.monotonic(), 0.0)
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring)
-
-    def _ring(self) -> None:
-        self._timer = None
-        if self._task is None:
-            return
-        if time.monotonic() < self._until_s:
-            self._set(self._until_s)
-            return
-        self._rang = True
-        self._task.cancel()
+def bound_by(sampling: Sampling) -> str:
+    """Return why an answer that has begun can't go on elsewhere; "" where it can."""
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        return (
+            "an answer with frequency_penalty or presence_penalty can't go on where it was broken off, "
+            "because they count the tokens of one engine: ask again"
+        )
+    return ""

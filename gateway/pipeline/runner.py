@@ -32,6 +32,7 @@ from gateway.pipeline.events import (
 from gateway.pipeline.farewell import Farewells
 from gateway.pipeline.frontier import Frontier
 from gateway.pipeline.plan import GenerationPlan, Plan, RetrievalPlan, StepPlan, prompt_estimate
+from gateway.pipeline.watch import Watch
 from grid.errors import DeadlineExceeded, GridError, InternalError
 from grid.words import FinishReason
 
@@ -48,6 +49,7 @@ class Runner:
         self._links = links
         self._retrieval = retrieval
         self._farewells = Farewells()
+        self.watch = Watch()
 
     async def run(self, plan: Plan, story: Story | None = None) -> AsyncGenerator[list[RunEvent], None]:
         """Yield the events of one run, as `events.py` orders them; at once all that are there, at least one.
@@ -56,7 +58,9 @@ class Runner:
         failures are the last event.
         """
         noted = story.run(plan.model) if story is not None else RunStory()
-        earlier = _Earlier(plan, self._placement, self._links, self._retrieval, self._farewells, noted)
+        earlier = _Earlier(
+            plan, self._placement, self._links, self._retrieval, self._farewells, self.watch, noted
+        )
         delivery: Delivery | None = None
         try:
             if plan.earlier:
@@ -82,7 +86,9 @@ class Runner:
         """Carry out the steps before the answer, and return what they offer to its prompt, best first. For
         plans that only retrieve before they answer; raises as `run` does."""
         assert not any(isinstance(step, GenerationPlan) for step in plan.earlier)
-        earlier = _Earlier(plan, self._placement, self._links, self._retrieval, self._farewells, RunStory())
+        earlier = _Earlier(
+            plan, self._placement, self._links, self._retrieval, self._farewells, self.watch, RunStory()
+        )
         await earlier.run()
         return earlier.told().context.texts
 
@@ -109,10 +115,12 @@ class _Earlier:
         links: Links,
         retrieval: Searches,
         farewells: Farewells,
+        watch: Watch,
         noted: RunStory,
     ) -> None:
         self._plan = plan
         self._farewells = farewells
+        self._watch = watch
         self._noted = noted
         self._placement = placement
         self._links = links
@@ -222,6 +230,7 @@ class _Earlier:
             placement=self._placement,
             links=self._links,
             farewells=self._farewells,
+            watch=self._watch,
             noted=self._noted,
         )
 

@@ -1,41 +1,66 @@
 """The stream machine: the one owner of a generation, from its first placement to its one end. Pure.
 
-    PLACING ──placed──▶ SUBMITTED ──accepted──▶ STREAMING ──end of text──▶ ENDING ──▶ ENDED
-       ▲                    │
-       └─ refused, unit lost┘  (bounded; only before a unit accepted)
+    OPENING ──accepted──▶ STREAMING ──end of text──▶ ENDING ──figures, or late──▶ ENDED
+
+An answer is made by attempts (`attempts.py`), each placed, submitted and accepted on one unit. When its unit
+is lost, a new attempt goes on after the ids that were received, at the next index. When its unit is only in
+doubt, or drains, a second attempt lives beside the first: whichever advances the next index first has the
+answer, and the other is given up.
 
 `Session.handle(event, now_s)` returns effects; `delivery.py` carries them out and feeds back what happened.
 Every path reaches ENDED with exactly one `Finish` or `Fail` (none where the client left: nobody listens),
-and every reservation that was placed gets exactly one `Settle`. Token indices are contiguous: a gap is a
-fault of the unit and fails the stream. Frames of an attempt other than the current one are dropped.
+and every reservation that was placed gets exactly one `Settle`. Token indices are contiguous: an attempt
+that leaves a gap, repeats or says too much is at fault and given up. Frames of an attempt that was given up
+are dropped and counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+from gateway.pipeline import stream as st
+from gateway.pipeline.answer import Answer
+from gateway.pipeline.attempts import Attempt, Attempts, Stage
 from gateway.pipeline.chunks import Chunker
-from gateway.pipeline.events import Chunk
-from gateway.pipeline.stops import StopFilter
-from grid.errors import DeadlineExceeded, GridError, InternalError, NoEligibleUnit, Rejected, UnitLost, revive
-from grid.wire.messages import Accepted, Done, Failed, Progress, Refused, Tokens, WireMessage
+from grid.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    GridError,
+    InternalError,
+    NoEligibleUnit,
+    Rejected,
+    UnitLost,
+    revive,
+)
+from grid.wire.messages import Accepted, Done, Failed, Progress, Refused, Tokens
 from grid.words import FinishReason, Usage
-
-MAX_ATTEMPTS = 3
-"""Placements of one generation before its caller hears of the refusal: a full unit is often full only for
-the moment between two reports, and three say that the cell is."""
 
 FIGURES_WAIT_S = 0.25
 """After a stop string the unit is cancelled and its figures awaited: a round trip, unless it hangs."""
 
+PLACE_AGAIN_S = 0.25
+"""Between two placements of an answer that has begun and that no unit can go on with now."""
+
+CONTINUE_WITHIN_S = 15.0
+"""How long a broken answer waits for a unit: a lost one is back, or another is free, within seconds, and a
+reader that has seen nothing for longer has given up."""
+
+MOVE_AGAIN_S = 1.0
+"""Between two tries to leave a unit that drains; meanwhile it goes on answering."""
+
+SHORT_REST_TOKENS = 16
+"""An answer that has no more to come stays on a unit that drains: moving it costs a prefill."""
+
+TRIED_ELSEWHERE = (Rejected, UnitLost, InternalError)
+"""What another unit may do better, as long as nobody has accepted."""
+
 
 class Phase(Enum):
-    PLACING = auto()
-    SUBMITTED = auto()
+    OPENING = auto()
     STREAMING = auto()
     ENDING = auto()
     """All text is there; its tail, or the unit's figures, are still to come."""
@@ -52,140 +77,74 @@ class Order:
     max_latency_s: float
     flush_on_eos: bool
     deadline_s: float
-
-
-# --- events ---------------------------------------------------------------------------------
-
-
-class Placed(NamedTuple):
-    """Placement chose a unit for the current attempt, and reserved it."""
-
-    reservation_id: str
-    unit_id: str
-
-
-class NotPlaced(NamedTuple):
-    error: GridError
-
-
-class Frames(NamedTuple):
-    """What arrived on the current attempt's link stream, in order."""
-
-    messages: Sequence[WireMessage]
-
-
-class LinkLost(NamedTuple):
-    """The current attempt's link can't be opened or is gone."""
-
-    error: GridError
-
-
-class ClientGone(NamedTuple):
-    pass
-
-
-class Tick(NamedTuple):
-    """Time passed; asked for by `due_s`."""
-
-
-Event = Placed | NotPlaced | Frames | LinkLost | ClientGone | Tick
-
-
-# --- effects --------------------------------------------------------------------------------
-
-
-class Begin(NamedTuple):
-    """A unit accepted: the client may be told that the answer starts."""
-
-    accepted: Accepted
-
-
-class CancelUnit(NamedTuple):
-    attempt: int
-
-
-class Settle(NamedTuple):
-    reservation_id: str
-    outcome: str
-    """`done`, `failed`, `refused` or `cancelled`."""
-    input_tokens: int
-    output_tokens: int
-    ttft_ms: float
-    total_ms: float
-    """Both since the placement of this attempt."""
-    cached_tokens: int = 0
-
-
-class Finish(NamedTuple):
-    finish_reason: str
-    usage: Usage
-    first_token_s: float
-    """When the first token came; the end where none did."""
-    figures: Done | None
-    """None where a stop string ended the answer before the unit did."""
-    stop: str = ""
-    """The stop string that ended the answer."""
-
-
-class Fail(NamedTuple):
-    error: GridError
-    usage: Usage
-
-
-Effect = Begin | Chunk | CancelUnit | Settle | Finish | Fail
+    is_greedy: bool = True
+    bound_by: str = ""
+    """What makes an answer depend on its unit once it has begun, so that no other can go on with it."""
 
 
 class Session:
-    """One generation. While `phase` is PLACING its shell places `attempt`, without the `excluded` units."""
+    """One generation."""
 
     def __init__(self, order: Order) -> None:
-        self.phase = Phase.PLACING
-        self.attempt = 1
-        self.excluded: tuple[str, ...] = ()
+        self.phase = Phase.OPENING
+        self.answer = Answer(
+            order.stops, Chunker(order.min_tokens_per_chunk, order.max_latency_s, order.flush_on_eos)
+        )
+        self.accepted: Accepted | None = None
+        """By the first unit that did."""
+        self.moves = 0
         self.late_frames = 0
         """Frames of attempts that were given up."""
-        self.emitted_ids: list[int] = []
-        """Every output id received, in order: what a continuation starts from."""
-        self.received_code_points = 0
-        self.accepted: Accepted | None = None
         self._order = order
-        self._chunker = Chunker(order.min_tokens_per_chunk, order.max_latency_s, order.flush_on_eos)
-        self._stops = StopFilter(order.stops) if order.stops else None
-        self._refusal: GridError | None = None
-        """Why the attempt before this one was not accepted."""
-        self._placed: Placed | None = None
-        """The reservation that still has to be settled."""
-        self._placed_s = 0.0
-        self._first_token_s = math.nan
-        self._fresh: list[str] = []
-        self._fresh_tokens = 0
+        self._attempts = Attempts()
+        self._speaker: Attempt | None = None
+        """The attempt that brought the newest token; before any, the first that was accepted."""
+        self._fingerprints: set[str] = set()
+        """Of the units that the answer's tokens came from."""
+        self._parts = 0
+        """Attempts that the answer has tokens of."""
+        self._loss: GridError | None = None
+        """Why the newest attempt that ended early did."""
+        self._broken_s = math.nan
+        """Since when an answer that has begun is without a unit."""
+        self._place_due_s = self._move_due_s = self._figures_due_s = math.inf
         self._finish_reason = ""
-        self._stop = ""
         self._figures: Done | Failed | None = None
-        self._figures_due_s = math.inf
+        self._cu_seconds = 0.0
+        """Of attempts before the last."""
         self._cancel_sent = False
-        self._effects: list[Effect] = []
+        self._effects: list[st.Effect] = []
 
     @property
     def due_s(self) -> float:
         """When `Tick` has to come next."""
-        due_s = min(self._order.deadline_s, self._figures_due_s)
-        held_s = self._chunker.due_s
+        due_s = min(self._order.deadline_s, self._figures_due_s, self._place_due_s, self._move_due_s)
+        held_s = self.answer.due_s
         return due_s if held_s is None else min(due_s, held_s)
 
     @property
     def usage(self) -> Usage:
-        """What the unit said until now, but never more output than was received: a stop string ends the
-        charge."""
-        output_tokens = len(self.emitted_ids)
-        if self._figures is not None:
-            figures = self._figures
-            return Usage(figures.input_tokens, figures.cached_tokens, output_tokens, figures.cu_seconds)
-        if self.accepted is None:
+        """What the units said until now, but never more output than was received: a stop string ends the
+        charge. The prompt is charged once, however often it was computed."""
+        accepted, figures = self.accepted, self._figures
+        if accepted is None:
             return Usage()
-        return Usage(self.accepted.prompt_tokens, self.accepted.cached_tokens, output_tokens, 0.0)
+        cached_tokens, cu_seconds = accepted.cached_tokens, self._cu_seconds
+        if figures is not None:
+            cached_tokens = min(figures.cached_tokens, accepted.prompt_tokens)
+            cu_seconds += figures.cu_seconds
+        return Usage(accepted.prompt_tokens, cached_tokens, len(self.answer.ids), cu_seconds)
 
-    def handle(self, event: Event, now_s: float) -> list[Effect]:
+    @property
+    def exact(self) -> bool:
+        return self._parts <= 1 or (self._order.is_greedy and len(self._fingerprints) == 1)
+
+    def can_hedge(self, number: int) -> bool:
+        """Say whether `Suspected` would open a second attempt beside this one."""
+        attempt = self._attempts.find(number)
+        return attempt is not None and self._can_open_beside(attempt)
+
+    def handle(self, event: st.Event, now_s: float) -> list[st.Effect]:
         """Take one event at `now_s` and return what is to be done, in order. After the end: nothing."""
         if self.phase is Phase.ENDED:
             return []
@@ -193,239 +152,372 @@ class Session:
         effects, self._effects = self._effects, []
         return effects
 
-    # --- events ---------------------------------------------------------------------------------
+    # --- placement ------------------------------------------------------------------------------
 
-    def _on_placed(self, event: Placed, now_s: float) -> None:
-        assert self.phase is Phase.PLACING
-        self.phase = Phase.SUBMITTED
-        self._placed = event
-        self._placed_s = now_s
+    def _on_start(self, _: st.Start, now_s: float) -> None:
+        self._open()
 
-    def _on_not_placed(self, event: NotPlaced, now_s: float) -> None:
-        assert self.phase is Phase.PLACING
-        error = event.error
-        if self._refusal is not None and isinstance(error, NoEligibleUnit):
-            error = self._refusal  # the units that could run it are the ones that just refused
-        self._fail(error, now_s)
+    def _on_placed(self, event: st.Placed, now_s: float) -> None:
+        attempt = self._attempts.find(event.attempt)
+        if attempt is None:  # given up while its decision was on its way
+            self._effects.append(st.Settle(event.reservation_id, "cancelled", 0, 0, 0.0, 0.0))
+            return
+        assert attempt.stage is Stage.PLACING
+        attempt.stage, attempt.placed_s = Stage.SUBMITTED, now_s
+        attempt.reservation_id, attempt.unit_id = event.reservation_id, event.unit_id
+        if self.phase is Phase.STREAMING and not self._rest_tokens:
+            self._give_up(attempt, "cancelled", now_s)  # the other has said all, and lacks only its end
+            return
+        if attempt.takes_over:
+            for other in self._others(attempt):
+                self._give_up(other, "cancelled", now_s, is_charged=True)
+        answer = self.answer
+        attempt.first_index = len(answer.ids)
+        prompt_hash = self.accepted.prompt_hash if self.accepted is not None and answer.ids else b""
+        self._effects.append(
+            st.SubmitTo(attempt.number, tuple(answer.ids), answer.code_points, self._rest_tokens, prompt_hash)
+        )
 
-    def _on_link_lost(self, event: LinkLost, now_s: float) -> None:
-        self._effects.append(CancelUnit(self.attempt))  # the link may be there, and only its stream be lost
-        if self.phase is Phase.SUBMITTED:
-            self._try_elsewhere(event.error, "failed", now_s)
-        elif self.phase is Phase.ENDING:
-            self._figures_due_s = -math.inf
-            self._close(now_s)
+    def _on_not_placed(self, event: st.NotPlaced, now_s: float) -> None:
+        attempt = self._attempts.find(event.attempt)
+        if attempt is None:
+            return
+        self._attempts.found_none(attempt)
+        if self._attempts.live:
+            if attempt.takes_over:
+                self._move_due_s = now_s + MOVE_AGAIN_S
+        elif self.phase is Phase.STREAMING:
+            self._wait_for_unit(event.error, now_s)
+        elif self._loss is not None and isinstance(event.error, NoEligibleUnit):
+            self._fail(self._loss, now_s)  # the units that could run it are the ones that just refused
         else:
             self._fail(event.error, now_s)
 
-    def _on_client_gone(self, _: ClientGone, now_s: float) -> None:
-        if self._placed is not None:
-            self._effects.append(CancelUnit(self.attempt))
-            self._settle("cancelled", now_s)
+    # --- what others see of a unit ----------------------------------------------------------------
+
+    def _on_link_lost(self, event: st.LinkLost, now_s: float) -> None:
+        attempt = self._attempts.find(event.attempt)
+        if attempt is None:
+            return
+        if self.phase is Phase.ENDING:
+            self._figures_due_s = -math.inf
+            self._close(now_s)
+        else:
+            self._lose(attempt, event.error, "failed", now_s)
+
+    def _on_suspected(self, event: st.Suspected, now_s: float) -> None:
+        attempt = self._attempts.find(event.attempt)
+        if attempt is not None and self._can_open_beside(attempt):
+            attempt.is_suspect = True
+            self._open()
+
+    def _on_leaving(self, event: st.Leaving, now_s: float) -> None:
+        attempt = self._attempts.find(event.attempt)
+        if attempt is not None:
+            attempt.is_leaving = True
+            self._leave(attempt, now_s)
+
+    def _on_charged(self, event: st.Charged, now_s: float) -> None:
+        self._cu_seconds += event.cu_seconds
+
+    # --- client and clock -------------------------------------------------------------------------
+
+    def _on_client_gone(self, _: st.ClientGone, now_s: float) -> None:
+        for attempt in list(self._attempts.live):
+            self._give_up(attempt, "cancelled", now_s, is_charged=attempt is self._speaker)
         self.phase = Phase.ENDED
 
-    def _on_tick(self, _: Tick, now_s: float) -> None:
+    def _on_tick(self, _: st.Tick, now_s: float) -> None:
         if now_s < self._order.deadline_s:
-            chunk = self._chunker.tick(now_s)
+            chunk = self.answer.tick(now_s)
             if chunk is not None:
                 self._effects.append(chunk)
+            if now_s >= self._place_due_s:
+                self._place_due_s = math.inf
+                self._open()
+            if now_s >= self._move_due_s:
+                self._move_due_s = math.inf
+                for attempt in list(self._attempts.live):
+                    self._leave(attempt, now_s)
         elif self.phase is Phase.ENDING:
-            self._flush()
+            self._effects += self.answer.flush(now_s)
             self._figures_due_s = -math.inf
         else:
-            if self._placed is not None:
-                self._effects.append(CancelUnit(self.attempt))
             self._fail(DeadlineExceeded("the request's time is up before its answer was complete"), now_s)
-        if self.phase is Phase.ENDING:
-            self._close(now_s)
-
-    def _on_frames(self, event: Frames, now_s: float) -> None:
-        for message in event.messages:
-            if self.phase is Phase.ENDED or self.phase is Phase.PLACING:
-                self.late_frames += 1
-                continue
-            take = self._FRAMES.get(type(message))
-            if take is None:
-                self._fault(f"a {type(message).__name__} frame on a generation's stream", now_s)
-            elif getattr(message, "attempt", self.attempt) != self.attempt:  # only `refused` carries none
-                self.late_frames += 1
-            else:
-                take(self, message, now_s)
-        if self._fresh or self._fresh_tokens:
-            self._let_go(now_s)
         if self.phase is Phase.ENDING:
             self._close(now_s)
 
     # --- frames ---------------------------------------------------------------------------------
 
-    def _accept(self, message: Accepted, now_s: float) -> None:
-        if self.phase is not Phase.SUBMITTED:
-            self._fault("a second `accepted`", now_s)
-            return
-        self.phase = Phase.STREAMING
-        self.accepted = message
-        self._effects.append(Begin(message))
+    def _on_frames(self, event: st.Frames, now_s: float) -> None:
+        attempt = self._attempts.find(event.attempt)
+        for message in event.messages:
+            # A frame may end its own attempt, and with it those behind.
+            if attempt is None or self.phase is Phase.ENDED or attempt not in self._attempts.live:
+                self.late_frames += 1
+                continue
+            take = self._FRAMES.get(type(message))
+            if take is None:
+                self._fault(attempt, f"a {type(message).__name__} frame on a generation's stream", now_s)
+            elif getattr(message, "attempt", event.attempt) != event.attempt:  # only `refused` carries none
+                self.late_frames += 1
+            else:
+                take(self, attempt, message, now_s)
+        chunk = self.answer.let_go(now_s) if self.phase is Phase.STREAMING else None
+        if chunk is not None:
+            self._effects.append(chunk)
+        if self.phase is Phase.ENDING:
+            self._close(now_s)
 
-    def _refused(self, message: Refused, now_s: float) -> None:
-        if self.phase is not Phase.SUBMITTED:
-            self._fault("`refused` after `accepted`", now_s)
+    def _accept(self, attempt: Attempt, message: Accepted, now_s: float) -> None:
+        if attempt.stage is not Stage.SUBMITTED:
+            self._fault(attempt, "a second `accepted`", now_s)
             return
-        error = message.error()
-        self._try_elsewhere(error, "refused", now_s)
+        first = self.accepted
+        if first is not None and attempt.first_index and message.prompt_hash != first.prompt_hash:
+            self._fault(attempt, "its prompt differs from the one that the answer began with", now_s)
+            return
+        attempt.stage, attempt.accepted = Stage.ACCEPTED, message
+        if first is None:
+            self.phase, self.accepted, self._speaker = Phase.STREAMING, message, attempt
+            self._effects.append(st.Begin(attempt.number, message))
 
-    def _tokens(self, message: Tokens, now_s: float) -> None:
-        ids, text = message.ids, message.text
-        if self.phase is not Phase.STREAMING:
-            if self.phase is Phase.SUBMITTED:
-                self._fault("tokens before `accepted`", now_s)
+    def _refused(self, attempt: Attempt, message: Refused, now_s: float) -> None:
+        if attempt.stage is not Stage.SUBMITTED:
+            self._fault(attempt, "`refused` after `accepted`", now_s)
+        else:
+            self._lose(attempt, message.error(), "refused", now_s)
+
+    def _tokens(self, attempt: Attempt, message: Tokens, now_s: float) -> None:
+        if self.phase is Phase.ENDING:
             return
-        received, coming = len(self.emitted_ids), len(ids)
+        if attempt.stage is not Stage.ACCEPTED:
+            self._fault(attempt, "tokens before `accepted`", now_s)
+            return
+        ids, answer = message.ids, self.answer
+        received, coming = len(answer.ids), len(ids)
         if message.first_index != received:
-            self._fault(f"token {message.first_index} came where {received} was next", now_s)
+            self._fault(attempt, f"token {message.first_index} came where {received} was next", now_s)
             return
         if received + coming > self._order.max_output_tokens:
-            self._fault(f"more than {self._order.max_output_tokens} output tokens", now_s)
+            self._fault(attempt, f"more than {self._order.max_output_tokens} output tokens", now_s)
             return
-        if not received:
-            self._first_token_s = now_s
-        self.emitted_ids.extend(ids)
-        self.received_code_points += len(text)
-        if self._stops is None:
-            self._fresh.append(text)
-            self._fresh_tokens += coming
-            return
-        text, tokens, self._stop = self._stops.push(text, coming)
-        self._fresh.append(text)
-        self._fresh_tokens += tokens
-        if self._stop:
+        if coming:
+            if not attempt.tokens or len(self._attempts.live) > 1:
+                self._commit(attempt, now_s)
+            attempt.tokens += coming
+        answer.take(ids, message.text, now_s)
+        if answer.stop:
             self._figures_due_s = now_s + FIGURES_WAIT_S
             self._end_text(FinishReason.STOP, now_s)
 
-    def _done(self, message: Done, now_s: float) -> None:
-        if self.phase is Phase.SUBMITTED:
-            self._fault("`done` before `accepted`", now_s)
-        elif self.phase is Phase.STREAMING and message.output_tokens != len(self.emitted_ids):
-            self._fault(f"`done` counts {message.output_tokens} tokens of {len(self.emitted_ids)}", now_s)
+    def _done(self, attempt: Attempt, message: Done, now_s: float) -> None:
+        if attempt.stage is not Stage.ACCEPTED:
+            self._fault(attempt, "`done` before `accepted`", now_s)
+        elif self.phase is Phase.STREAMING and message.output_tokens != attempt.tokens:
+            self._fault(attempt, f"`done` counts {message.output_tokens} tokens of {attempt.tokens}", now_s)
         else:
             self._figures = message
             if self.phase is Phase.STREAMING:
-                self._release_held()
+                self._commit(attempt, now_s)
                 self._end_text(message.finish_reason, now_s)
 
-    def _failed(self, message: Failed, now_s: float) -> None:
+    def _failed(self, attempt: Attempt, message: Failed, now_s: float) -> None:
         if self.phase is Phase.ENDING:
             self._figures = message
             return
-        error = revive(message.code, message.message)
-        if self.phase is Phase.SUBMITTED:
-            self._try_elsewhere(error, "failed", now_s)
-        else:
-            self._figures = message
-            self._fail(error, now_s)
+        self._cu_seconds += message.cu_seconds
+        self._lose(attempt, revive(message.code, message.message), "failed", now_s)
 
-    def _progress(self, message: Progress, now_s: float) -> None:
+    def _progress(self, attempt: Attempt, message: Progress, now_s: float) -> None:
         """The stream is alive; nothing to say."""
 
-    # --- text -----------------------------------------------------------------------------------
+    # --- attempts ---------------------------------------------------------------------------------
 
-    def _let_go(self, now_s: float) -> None:
-        """Hand what came in this turn to the chunker, as one piece."""
-        text = self._fresh[0] if len(self._fresh) == 1 else "".join(self._fresh)
-        chunk = self._chunker.push(text, self._fresh_tokens, now_s)
-        self._fresh.clear()
-        self._fresh_tokens = 0
-        if chunk is not None:
-            self._effects.append(chunk)
+    @property
+    def _rest_tokens(self) -> int:
+        return self._order.max_output_tokens - len(self.answer.ids)
 
-    def _release_held(self) -> None:
-        if self._stops is not None:
-            held = self._stops.finish()
-            self._fresh.append(held.text)
-            self._fresh_tokens += held.tokens
+    @property
+    def _is_bound(self) -> bool:
+        return bool(self.answer.ids and self._order.bound_by)
 
-    def _end_text(self, reason: str, now_s: float) -> None:
-        self.phase = Phase.ENDING
-        self._finish_reason = reason
-        self._let_go(now_s)
-        chunk = self._chunker.finish()
-        if chunk is not None:
-            self._effects.append(chunk)
+    def _others(self, attempt: Attempt) -> list[Attempt]:
+        return [each for each in self._attempts.live if each is not attempt]
 
-    def _flush(self) -> None:
-        chunk = self._chunker.flush()
-        if chunk is not None:
-            self._effects.append(chunk)
+    def _open(self, *, takes_over: bool = False) -> None:
+        excluded, is_hedge = self._attempts.excluded, bool(self._attempts.live) and not takes_over
+        attempt = self._attempts.open(takes_over=takes_over)
+        emitted_tokens = len(self.answer.ids)
+        self._effects.append(st.Place(attempt.number, excluded, emitted_tokens, self._rest_tokens, is_hedge))
+
+    def _can_open_beside(self, attempt: Attempt) -> bool:
+        return (
+            self.phase in (Phase.OPENING, Phase.STREAMING)
+            and attempt.stage is not Stage.PLACING
+            and len(self._attempts.live) == 1
+            and self._attempts.may_open
+            and self._rest_tokens > 0
+            and not self._is_bound
+        )
+
+    def _leave(self, attempt: Attempt, now_s: float) -> None:
+        """Open an attempt that takes over from one whose unit drains, unless that is about to end."""
+        if not attempt.is_leaving or self._rest_tokens <= SHORT_REST_TOKENS:
+            return
+        if self._can_open_beside(attempt):
+            self._open(takes_over=True)
+        elif self.phase is not Phase.ENDING and not self._is_bound:
+            self._move_due_s = now_s + MOVE_AGAIN_S
+
+    def _commit(self, attempt: Attempt, now_s: float) -> None:
+        """This attempt has the next token, so the answer is its own: the other one is given up."""
+        for other in self._others(attempt):
+            if not other.takes_over:
+                self._give_up(other, "failed" if other.is_suspect else "cancelled", now_s)
+        attempt.is_suspect = False
+        self._attempts.progressed()
+        self._broken_s = math.nan
+        if attempt is not self._speaker:
+            self._speaker = attempt
+            self.moves += 1
+            self._effects.append(st.Moved(attempt.number))
+        if not attempt.tokens:
+            attempt.first_token_s = now_s
+            self._parts += 1
+            assert attempt.accepted is not None
+            self._fingerprints.add(attempt.accepted.fingerprint)
+
+    def _give_up(self, attempt: Attempt, outcome: str, now_s: float, *, is_charged: bool = False) -> None:
+        self._attempts.end(attempt)
+        self._effects.append(st.GiveUp(attempt.number, is_charged and attempt.accepted is not None))
+        self._settle(attempt, outcome, now_s)
+
+    def _lose(self, attempt: Attempt, error: GridError, outcome: str, now_s: float) -> None:
+        """An attempt has ended early: go on with the other one or with a new one, or end with `error`."""
+        self._attempts.exclude(attempt)
+        self._give_up(attempt, outcome, now_s)
+        if self._attempts.live:
+            return
+        self._loss = error
+        if self.phase is Phase.STREAMING:
+            self._go_on(error, attempt.accepted is not None, now_s)
+        elif isinstance(error, TRIED_ELSEWHERE) and self._attempts.may_open:
+            self._open()
+        else:
+            self._fail(error, now_s)
+
+    def _go_on(self, error: GridError, was_accepted: bool, now_s: float) -> None:
+        """An answer that has begun is without a unit."""
+        if isinstance(error, DeadlineExceeded | Cancelled):
+            self._fail(error, now_s)
+        elif not self._rest_tokens:
+            self._end_text(FinishReason.LENGTH, now_s)
+            self._close(now_s)
+        elif self._is_bound:
+            self._fail(UnitLost(f"{error.message}; {self._order.bound_by}"), now_s)
+        elif self._attempts.may_open:
+            if math.isnan(self._broken_s):
+                self._broken_s = now_s
+            self._open()
+        elif was_accepted:  # it broke unit after unit
+            self._fail(error, now_s)
+        else:
+            self._wait_for_unit(error, now_s)
+
+    def _wait_for_unit(self, error: GridError, now_s: float) -> None:
+        """No unit can go on with the answer now: ask again soon, or end."""
+        again_s = now_s + PLACE_AGAIN_S
+        if math.isnan(self._broken_s):
+            self._broken_s = now_s
+        is_over = again_s > self._broken_s + CONTINUE_WITHIN_S or isinstance(error, InternalError)
+        if not is_over and self._attempts.may_ever_open:
+            self._attempts.forgive()
+            self._place_due_s = again_s
+            return
+        loss = self._loss or error
+        reason = "" if error is loss else f"; no other unit can go on: {error.message}"
+        self._fail(revive(loss.code, f"{loss.message}{reason}"), now_s)
+
+    def _fault(self, attempt: Attempt, what: str, now_s: float) -> None:
+        self._lose(attempt, InternalError(f"a unit broke the stream protocol: {what}"), "failed", now_s)
 
     # --- ends -----------------------------------------------------------------------------------
 
+    def _end_text(self, reason: str, now_s: float) -> None:
+        self.phase = Phase.ENDING
+        self._place_due_s = self._move_due_s = math.inf
+        for attempt in list(self._attempts.live):
+            if attempt is not self._speaker:
+                self._give_up(attempt, "cancelled", now_s)
+        self._finish_reason = reason
+        self._effects += self.answer.finish(now_s)
+
     def _close(self, now_s: float) -> None:
         """All text is known: settle once the figures are there or late, finish once the tail has left."""
-        if self._figures is None and self._placed is not None and now_s < self._figures_due_s:
-            if not self._cancel_sent:
-                self._cancel_sent = True
-                self._effects.append(CancelUnit(self.attempt))
-            return
-        self._settle("done", now_s)
+        if self._attempts.live:
+            (attempt,) = self._attempts.live
+            if self._figures is None and now_s < self._figures_due_s:
+                if not self._cancel_sent:
+                    self._cancel_sent = True
+                    self._effects.append(st.CancelUnit(attempt.number))
+                return
+            self._attempts.end(attempt)
+            self._settle(attempt, "done", now_s)
         self._figures_due_s = math.inf
-        if self._chunker.due_s is None:
+        if self.answer.due_s is None:
             self.phase = Phase.ENDED
-            first_s = now_s if math.isnan(self._first_token_s) else self._first_token_s
+            first_s = self.answer.first_token_s
             figures = self._figures if isinstance(self._figures, Done) else None
-            self._effects.append(Finish(self._finish_reason, self.usage, first_s, figures, self._stop))
+            self._effects.append(
+                st.Finish(
+                    finish_reason=self._finish_reason,
+                    usage=self.usage,
+                    first_token_s=now_s if math.isnan(first_s) else first_s,
+                    figures=figures,
+                    stop=self.answer.stop,
+                    moves=self.moves,
+                    exact=self.exact,
+                )
+            )
 
-    def _try_elsewhere(self, error: GridError, outcome: str, now_s: float) -> None:
-        """Before anything was accepted: place again without this unit, or end with `error`."""
-        assert self._placed is not None
-        if not isinstance(error, Rejected | UnitLost) or self.attempt == MAX_ATTEMPTS:
-            self._fail(error, now_s, outcome)
-            return
-        self._refusal = error
-        self.excluded += (self._placed.unit_id,)
-        self._settle(outcome, now_s)
-        self.phase = Phase.PLACING
-        self.attempt += 1
-
-    def _fault(self, what: str, now_s: float) -> None:
-        self._effects.append(CancelUnit(self.attempt))
-        self._fail(InternalError(f"a unit broke the stream protocol: {what}"), now_s)
-
-    def _fail(self, error: GridError, now_s: float, outcome: str = "failed") -> None:
+    def _fail(self, error: GridError, now_s: float) -> None:
         """End with `error`, after everything that was received: no token is lost."""
-        self._release_held()
-        if self._fresh or self._fresh_tokens:
-            self._let_go(now_s)
-        self._flush()
-        self._settle(outcome, now_s)
+        self._effects += self.answer.flush(now_s)
+        for attempt in list(self._attempts.live):
+            self._give_up(attempt, "failed", now_s)
         self.phase = Phase.ENDED
-        self._effects.append(Fail(error, self.usage))
+        self._effects.append(st.Fail(error, self.usage))
 
-    def _settle(self, outcome: str, now_s: float) -> None:
-        placed, self._placed = self._placed, None
-        if placed is None:
+    def _settle(self, attempt: Attempt, outcome: str, now_s: float) -> None:
+        if not attempt.reservation_id:
             return
-        usage = self.usage
-        ttft_s = self._first_token_s - self._placed_s if self.emitted_ids else 0.0
+        ttft_s = attempt.first_token_s - attempt.placed_s if attempt.tokens else 0.0
         self._effects.append(
-            Settle(
-                placed.reservation_id,
+            st.Settle(
+                attempt.reservation_id,
                 outcome,
-                usage.input_tokens,
-                usage.output_tokens,
+                attempt.accepted.prompt_tokens if attempt.accepted is not None else 0,
+                attempt.tokens,
                 ttft_s * 1000,
-                (now_s - self._placed_s) * 1000,
-                usage.cached_tokens,
+                (now_s - attempt.placed_s) * 1000,
+                self.usage.cached_tokens if outcome == "done" else 0,
             )
         )
 
     _HANDLERS: ClassVar[dict[type, Callable[[Session, Any, float], None]]] = {
-        Placed: _on_placed,
-        NotPlaced: _on_not_placed,
-        Frames: _on_frames,
-        LinkLost: _on_link_lost,
-        ClientGone: _on_client_gone,
-        Tick: _on_tick,
+        st.Start: _on_start,
+        st.Placed: _on_placed,
+        st.NotPlaced: _on_not_placed,
+        st.Frames: _on_frames,
+        st.LinkLost: _on_link_lost,
+        st.Suspected: _on_suspected,
+        st.Leaving: _on_leaving,
+        st.Charged: _on_charged,
+        st.ClientGone: _on_client_gone,
+        st.Tick: _on_tick,
     }
-    _FRAMES: ClassVar[dict[type, Callable[[Session, Any, float], None]]] = {
+    _FRAMES: ClassVar[dict[type, Callable[[Session, Attempt, Any, float], None]]] = {
         Tokens: _tokens,
         Accepted: _accept,
         Refused: _refused,

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from grid.errors import Conflict
 from grid.words import UNKNOWN, Message, Precision, Sampling
 
 if TYPE_CHECKING:  # most units' processes have no other use for numpy
@@ -75,6 +76,8 @@ class Generation:
     tenant_salt: str
     emitted_ids: tuple[int, ...] = ()
     """Output ids that earlier attempts produced; generation goes on after them."""
+    emitted_code_points: int = 0
+    """Of the text that they made; text goes on after it."""
     priority: int = 0
 
 
@@ -128,7 +131,8 @@ class Engine(Protocol):
     def generate(self, generation: Generation, sink: Sink) -> Running:
         """Begin a generation and push its steps into `sink`.
 
-        Raises InvalidRequest, ContextOverflow or UnitLost where it can't begin; then `sink` is never called.
+        Raises InvalidRequest, ContextOverflow or UnitLost where it can't begin, and Conflict where what was
+        emitted makes another text here; then `sink` is never called.
         """
 
     def load(self) -> EngineLoad: ...
@@ -148,6 +152,15 @@ class EmbeddingEngine(Protocol):
     def load(self) -> EngineLoad: ...
 
     async def close(self) -> None: ...
+
+
+def check_emitted(text: str, code_points: int) -> None:
+    """Raise Conflict unless the text that emitted ids make here is as long as what its reader has of it."""
+    if len(text) != code_points:
+        raise Conflict(
+            f"the ids of this continuation make {len(text)} code points here, and its reader has "
+            f"{code_points}: this unit's tokenizer is another"
+        )
 
 
 async def steps_of(engine: Engine, generation: Generation) -> AsyncGenerator[Step, None]:

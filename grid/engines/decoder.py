@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from grid.engines.base import check_emitted
+
 PRIME_TOKENS = 8
 """Prompt ids that a windowed decoder looks back on: enough for any rule that joins neighbours."""
 
@@ -47,14 +49,19 @@ class Detokenizer:
         """Return the text of a whole sequence."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def stream(self, prompt_ids: Sequence[int], emitted_ids: Sequence[int] = ()) -> Decoder:
-        """Return a decoder for what comes after the prompt and after what was emitted before."""
+    def stream(
+        self, prompt_ids: Sequence[int], emitted_ids: Sequence[int] = (), emitted_code_points: int = 0
+    ) -> Decoder:
+        """Return a decoder for what comes after the prompt and after what was emitted before.
+
+        Raises Conflict where the emitted ids make a text of another length here.
+        """
         decoder: Decoder = (
             _ByteDecoder(self._pieces)
             if self._pieces is not None
             else _WindowDecoder(self, prompt_ids[-PRIME_TOKENS:])
         )
-        decoder.feed(emitted_ids)
+        check_emitted(decoder.feed(emitted_ids), emitted_code_points)
         return decoder
 
 

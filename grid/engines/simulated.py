@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from grid.config import Model
 from grid.engines import simulated_text as text
 from grid.engines import variants
-from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Sink, Step
+from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Sink, Step, check_emitted
 from grid.engines.batching import BLOCK_TOKENS, Batch, Request, Speed
 from grid.engines.meter import follow
 from grid.engines.packing import (
@@ -104,6 +104,7 @@ class SimulatedEngine:
         if self._lost is not None:
             raise self._lost
         sampling, prompt, emitted = generation.sampling, generation.prompt, generation.emitted_ids
+        check_emitted(text.decode(emitted), generation.emitted_code_points)
         tokens = len(prompt.prompt_ids) + len(emitted)
         check_room(tokens, sampling.max_output_tokens, self._model.context_tokens)
         seed = None if sampling.temperature == 0 else sampling.seed or 0

@@ -21,7 +21,7 @@ from grid.config import Model
 from grid.engines import models
 from grid.engines.arguments import Checkpoint, engine_arguments, read_checkpoint
 from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Sink, Step
-from grid.engines.decoder import Detokenizer
+from grid.engines.decoder import Decoder, Detokenizer
 from grid.engines.meter import Meter, Stay
 from grid.engines.packing import check_room
 from grid.engines.prompt import PromptBuilder
@@ -127,18 +127,26 @@ class VLLMEngine:
         check_room(tokens, sampling.max_output_tokens, self._model.context_tokens)
         if self._llm is None:
             raise UnitLost("the engine is not running")
-        prompt, parameters = self._adapter.request(generation, self._end_ids)
-        outputs = self._llm.generate(prompt, parameters, generation.engine_id, priority=generation.priority)
-        task = asyncio.create_task(self._pump(outputs, generation, sink))
+        text = self._detokenizer.stream(generation.prompt.prompt_ids, emitted, generation.emitted_code_points)
+        if emitted and emitted[-1] in self._end_ids:
+            # It had ended: only the word of it was lost with its unit.
+            task = asyncio.create_task(_say_end(sink))
+        else:
+            prompt, parameters = self._adapter.request(generation, self._end_ids)
+            outputs = self._llm.generate(
+                prompt, parameters, generation.engine_id, priority=generation.priority
+            )
+            task = asyncio.create_task(self._pump(outputs, generation, text, sink))
         self._tasks.add(task)
         # Not a `finally` in the task: one that is cancelled before its first step runs no code.
         task.add_done_callback(lambda ended: self._ended(ended, sink))
         return task
 
-    async def _pump(self, outputs: AsyncGenerator[Any, None], generation: Generation, sink: Sink) -> None:
+    async def _pump(
+        self, outputs: AsyncGenerator[Any, None], generation: Generation, text: Decoder, sink: Sink
+    ) -> None:
         """Turn vLLM's outputs into steps."""
         prompt_ids, emitted = generation.prompt.prompt_ids, generation.emitted_ids
-        text = self._detokenizer.stream(prompt_ids, emitted)
         stay = self._meter.joined(len(prompt_ids) + len(emitted), time.monotonic())
         try:
             async with aclosing(outputs):
@@ -186,6 +194,10 @@ class VLLMEngine:
         computed = stay.prompt_tokens - (output.num_cached_tokens or 0)
         times = output.metrics
         self._meter.prefilled(stay, computed, times.first_token_ts - times.scheduled_ts if times else 0.0)
+
+
+async def _say_end(sink: Sink) -> None:
+    sink.step(Step((), "", FinishReason.STOP, 0, 0.0))
 
 
 def _finish_reason(name: str | None) -> FinishReason:

@@ -116,6 +116,7 @@ def generation(job: Job) -> Generation:
         sampling=submit.sampling,
         tenant_salt=submit.tenant_salt,
         emitted_ids=submit.emitted_ids,
+        emitted_code_points=submit.emitted_code_points,
         priority=submit.priority,
     )
 

@@ -34,10 +34,10 @@ CLOSE_S = 1.0
 
 
 class Beats(NamedTuple):
-    """When a peer counts as lost: after own beats in a row without any byte from it.
+    """When a peer is in doubt, and when it counts as lost: after own beats in a row without any byte from it.
 
     Only punctual beats count, never wall time: an observer that is late itself says nothing about its peer.
-    The silence must last `silent` beats and `lost_s`.
+    After `silent` beats it is in doubt, which ends nothing; once they have lasted `lost_s` it is cut.
     """
 
     busy_s: float
@@ -241,6 +241,8 @@ class Peer(asyncio.Protocol):
             self._silent = 0
         elif late_s < self._beats.busy_s / 2:
             self._silent += 1
+            if self._silent == self._beats.silent:
+                self._in_doubt()
             silent_s = self._silent * self._beat_interval_s
             if self._silent >= self._beats.silent and silent_s >= self._beats.lost_s:
                 self._cut(
@@ -248,6 +250,9 @@ class Peer(asyncio.Protocol):
                 )
                 return
         self._next_beat()
+
+    def _in_doubt(self) -> None:
+        """The peer has missed `silent` beats. The listening side does nothing about it."""
 
     # --- the end ------------------------------------------------------------------------------
 

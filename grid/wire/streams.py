@@ -84,6 +84,11 @@ class Link(Peer):
         self.send(Ping(0, int(self._loop.time() * 1e6)))
         self._beat_after(self._beats.busy_s if self._streams else self._beats.idle_s)
 
+    def _in_doubt(self) -> None:
+        for stream in list(self._streams.values()):
+            if stream.on_silent is not None:
+                stream.on_silent()
+
     def _end(self, reason: str) -> None:
         super()._end(reason)
         streams, self._streams = self._streams, {}
@@ -97,10 +102,12 @@ class Link(Peer):
 class LinkStream:
     """One conversation on a link. Has one reader at a time."""
 
-    __slots__ = ("_error", "_link", "_max_bytes", "_measure_at", "_queue", "_waiter", "id")
+    __slots__ = ("_error", "_link", "_max_bytes", "_measure_at", "_queue", "_waiter", "id", "on_silent")
 
     def __init__(self, link: Link, number: int, max_bytes: int) -> None:
         self.id = number
+        self.on_silent: Callable[[], None] | None = None
+        """Called when the peer has missed so many beats that it is in doubt; it may still speak."""
         self._link = link
         self._max_bytes = max_bytes
         self._measure_at = link._decoder.decoded_bytes + max_bytes

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from grid.config import Cell, Config, Model, Simulated
+from grid.engines import simulated_text
 from grid.engines.base import EngineFacts, EngineLoad
 from grid.engines.simulated import SimulatedEngine
 from grid.errors import ContextOverflow, InternalError, InvalidRequest, Saturated, UnitLost
@@ -229,6 +230,7 @@ async def test_a_continuation_goes_on_where_the_first_attempt_stood(cell: UnitCe
         request_id=first.submit.request_id,
         attempt=1,
         emitted_ids=tuple(ids[:5]),
+        emitted_code_points=len(simulated_text.decode(ids[:5])),
         prompt_hash=accepted.prompt_hash,
     )
     assert (await again.until(Accepted)).prompt_hash == accepted.prompt_hash

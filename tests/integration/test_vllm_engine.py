@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -23,7 +24,7 @@ from grid.engines.models import TINY_RANDOM
 from grid.engines.registry import build_engine
 from grid.engines.vllm import VLLMEngine
 from grid.engines.vllm_child import CPU_NICENESS
-from grid.errors import ContextOverflow, InvalidRequest, UnitLost
+from grid.errors import Conflict, ContextOverflow, InvalidRequest, UnitLost
 from grid.words import FinishReason, Message, Sampling
 
 pytestmark = [
@@ -91,7 +92,8 @@ async def generation(
 ) -> Generation:
     ready = await engine.prepare([Message("user", prompt)], [], tokens)
     options = Sampling(tokens, **{"temperature": 0.0, **sampling})
-    return Generation(f"test/{next(_numbers)}", ready, options, salt, emitted)
+    said = len(engine._detokenizer.stream([]).feed(emitted))
+    return Generation(f"test/{next(_numbers)}", ready, options, salt, emitted, said)
 
 
 async def run(engine: VLLMEngine, *args, **kwargs) -> list[Step]:
@@ -202,6 +204,17 @@ async def test_a_continuation_is_the_same_text_wherever_it_is_cut(engine: VLLMEn
         before = engine._detokenizer.stream([]).feed(whole_ids[:cut])
         assert whole_ids[:cut] + ids(rest) == whole_ids
         assert before + text(rest) == text(whole)
+
+
+async def test_an_answer_that_had_ended_ends_again(engine: VLLMEngine) -> None:
+    (step,) = await run(engine, "Over?", 5, emitted=(9, 9, engine._end_ids[0]))
+    assert (step.ids, step.text, step.finish_reason) == ((), "", FinishReason.STOP)
+
+
+async def test_a_continuation_of_another_text_is_refused(engine: VLLMEngine) -> None:
+    other = replace(await generation(engine, "x", 5, emitted=(9, 9)), emitted_code_points=1000)
+    with pytest.raises(Conflict):
+        await anext(steps_of(engine, other))
 
 
 async def test_seeded_sampling_repeats_itself(engine: VLLMEngine) -> None:

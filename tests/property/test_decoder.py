@@ -29,7 +29,8 @@ def real() -> tuple[Detokenizer, Tokenizer]:
 
 def pieces(detokenizer: Detokenizer, ids: list[int], cuts: list[int], emitted: int = 0) -> list[str]:
     """Feed `ids` in runs that end at `cuts`; the first `emitted` come as already emitted."""
-    stream = detokenizer.stream([1, 2, 3], ids[:emitted])
+    said = len(detokenizer.stream([1, 2, 3]).feed(ids[:emitted]))
+    stream = detokenizer.stream([1, 2, 3], ids[:emitted], said)
     bounds = [emitted, *sorted(cut for cut in cuts if emitted < cut < len(ids)), len(ids)]
     out = [stream.feed(ids[a:b]) for a, b in pairwise(bounds)]
     return [*out, stream.finish()]
@@ -102,8 +103,8 @@ def test_other_tokenizers_keep_blanks_between_words(sentencepiece_like: Detokeni
 
 def test_other_tokenizers_give_out_whole_characters(sentencepiece_like: Detokenizer) -> None:
     euro = [1 + byte for byte in "€".encode()]
-    stream = sentencepiece_like.stream([257], [258, euro[0]])
+    stream = sentencepiece_like.stream([257], [258, euro[0]], len(" cat"))
     assert [stream.feed([token]) for token in (euro[1], euro[2], 257)] == ["", "€", " the"]
-    cut_off = sentencepiece_like.stream([257], [258])
+    cut_off = sentencepiece_like.stream([257], [258], len(" cat"))
     assert cut_off.feed(euro[:2]) == ""
     assert set(cut_off.finish()) == {"\ufffd"}

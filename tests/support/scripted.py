@@ -62,7 +62,7 @@ class Placing:
 
 
 class Stream:
-    """A link stream that plays one batch after another, and then waits for ever."""
+    """A link stream that plays one batch after another, and then waits for what the test brings."""
 
     id = 1
 
@@ -70,13 +70,23 @@ class Stream:
         self._script = list(script)
         self.sent: list[WireMessage] = []
         self.is_closed = False
+        self.is_read = False
+        """Somebody waits for more than the script holds."""
+        self.on_silent: Callable[[], None] | None = None
+        self._brought = asyncio.Event()
+
+    def bring(self, batch: list[WireMessage]) -> None:
+        self._script.append(batch)
+        self._brought.set()
 
     def send(self, message: WireMessage) -> None:
         self.sent.append(message)
 
     async def receive(self) -> list[WireMessage]:
         if not self._script:
-            await asyncio.Event().wait()
+            self.is_read = True
+            await self._brought.wait()
+            self._brought.clear()
         batch = self._script.pop(0)
         if isinstance(batch, GridError):
             raise batch

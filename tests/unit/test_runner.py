@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,9 +25,9 @@ from support.scripted import (
 
 from gateway.observe.story import Story
 from gateway.pipeline import farewell
+from gateway.pipeline.alarm import Alarm
 from gateway.pipeline.context import Context, Found, all_retrieved
 from gateway.pipeline.contract import StreamControl
-from gateway.pipeline.delivery import Alarm
 from gateway.pipeline.events import (
     Chunk,
     Finished,
@@ -36,8 +37,8 @@ from gateway.pipeline.events import (
 )
 from gateway.pipeline.runner import Runner
 from gateway.records import RetrievedDocument
-from grid.errors import InvalidRequest, NoEligibleUnit, Saturated, UnitLost
-from grid.wire.messages import Cancel, Failed, Refused, Submit
+from grid.errors import GridError, InvalidRequest, NoEligibleUnit, Saturated, UnitLost
+from grid.wire.messages import Accepted, Cancel, Done, Failed, Refused, Submit, Tokens, WireMessage
 from grid.words import Usage
 
 
@@ -104,22 +105,107 @@ async def test_a_unit_that_cannot_be_dialled_is_left_out() -> None:
     assert [outcome for _, outcome, _ in placing.settled] == ["failed", "done"]
 
 
-async def test_nothing_is_tried_again_once_a_unit_has_accepted() -> None:
-    placing, links = Placing(), Links([ANSWER[:2], UnitLost("gone")])
+REST: list[WireMessage] = [
+    Accepted(1, 2, 7, 0, b"", "f", 0),
+    Tokens(1, 2, 2, (3,), ", you"),
+    Done(1, 2, "stop", 7, 0, 1, 0.25),
+]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        UnitLost("gone"),
+        Saturated("more bytes than the stream may hold"),
+        [Failed(1, 1, "unit_lost", "the engine died", 7, 0, 2, 0.5)],
+    ],
+)
+async def test_an_answer_whose_unit_is_lost_goes_on_elsewhere(loss: list[WireMessage] | GridError) -> None:
+    placing, links = Placing(), Links([ANSWER[:2], loss], [REST])
     events = await run(planned(GENERATE), placing, links)
+    *_, first, second, finished = events
+    assert (first, second) == (Chunk(0, "Hello", 2), Chunk(2, ", you", 1))
+    assert isinstance(finished, Finished)
+    assert (finished.usage.input_tokens, finished.usage.output_tokens) == (7, 3)
+    assert finished.placement[0].moves == 1
+    assert placing.settled == [("req_1/generation-1/1", "failed", 2), ("req_1/generation-1/2", "done", 1)]
+    assert isinstance(links.streams[0].sent[-1], Cancel)
+    again, submit = placing.asked[1], links.streams[1].sent[0]
+    assert (again.attempt, again.exclude_units, again.max_output_tokens) == (2, ("unit-1",), 2)
+    assert isinstance(submit, Submit)
+    assert (submit.attempt, submit.emitted_ids, submit.emitted_code_points) == (2, (1, 2), 5)
+    assert submit.sampling.max_output_tokens == 2
+    assert [stream.is_closed for stream in links.streams] == [True, True]
+
+
+async def test_what_counts_output_on_one_engine_is_not_continued() -> None:
+    placing, links = Placing(), Links([ANSWER[:2], UnitLost("gone")])
+    generate = GENERATE.replace("}", ', "presence_penalty": 0.5}')
+    events = await run(planned(generate), placing, links)
     assert [type(event) for event in events] == [Started, Chunk, RunFailed]
     failed = events[-1]
     assert isinstance(failed, RunFailed)
     assert (failed.error.code, failed.output_so_far, failed.usage.output_tokens) == ("unit_lost", "Hello", 2)
+    assert "presence_penalty" in failed.error.message
     assert placing.settled == [("req_1/generation-1/1", "failed", 2)]
     assert len(placing.asked) == 1
 
 
-async def test_a_stream_that_overflows_is_cancelled_at_its_unit() -> None:
-    placing, links = Placing(), Links([ANSWER[:2], Saturated("more bytes than the stream may hold")])
-    events = await run(planned(GENERATE), placing, links)
-    assert isinstance(events[-1], RunFailed)
+async def test_a_silent_unit_is_raced_by_another() -> None:
+    placing, links = Placing(), Links([ANSWER[:2]], [REST])
+    events = Runner(placement=placing, links=links, retrieval=Searching()).run(planned(GENERATE))
+    first = asyncio.ensure_future(anext(events))
+    await until(lambda: links.streams and not links.streams[0]._script)
+    assert len(await first) == 2
+    waiting = asyncio.ensure_future(anext(events))
+    await until(lambda: links.streams[0].is_read)
+    assert links.streams[0].on_silent is not None
+    links.streams[0].on_silent()
+    rest = await waiting + [event async for more in events for event in more]
+    assert rest[0] == Chunk(2, ", you", 1)
+    assert isinstance(rest[-1], Finished)
+    assert placing.settled == [("req_1/generation-1/1", "failed", 2), ("req_1/generation-1/2", "done", 1)]
     assert isinstance(links.streams[0].sent[-1], Cancel)
+
+
+async def test_a_unit_that_speaks_again_ends_the_race() -> None:
+    placing, links = Placing(), Links([ANSWER[:2]], [REST[:1]])
+    runner = Runner(placement=placing, links=links, retrieval=Searching())
+    events = runner.run(planned(GENERATE))
+    await anext(events)
+    waiting = asyncio.ensure_future(anext(events))
+    await until(lambda: links.streams[0].is_read)
+    stream = links.streams[0]
+    assert stream.on_silent is not None
+    stream.on_silent()
+    await until(lambda: len(links.streams) == 2 and not links.streams[1]._script)
+    stream.bring(ANSWER[2:])
+    last = await waiting
+    assert isinstance(last[-1], Finished)
+    assert last[-1].placement[0].moves == 0
+    assert sorted(placing.settled) == [
+        ("req_1/generation-1/1", "done", 2),
+        ("req_1/generation-1/2", "cancelled", 0),
+    ]
+    assert isinstance(links.streams[1].sent[-1], Cancel)
+    assert (runner.watch.budget.spent, runner.watch.budget.refunded) == (1, 0)
+    await events.aclose()
+
+
+async def test_leaving_while_two_race_frees_both() -> None:
+    placing, links = Placing(), Links([ANSWER[:2]], [])
+    events = Runner(placement=placing, links=links, retrieval=Searching()).run(planned(GENERATE))
+    await anext(events)
+    waiting = asyncio.ensure_future(anext(events))
+    await until(lambda: links.streams[0].is_read)
+    assert links.streams[0].on_silent is not None
+    links.streams[0].on_silent()
+    await until(lambda: len(links.streams) == 2)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert sorted(outcome for _, outcome, _ in placing.settled) == ["cancelled", "cancelled"]
+    assert all(isinstance(stream.sent[-1], Cancel) for stream in links.streams)
 
 
 async def test_no_unit() -> None:
@@ -235,13 +321,13 @@ async def test_a_run_s_time_is_limited() -> None:
 
 async def test_an_alarm_swallows_no_cancel_that_is_not_its_own() -> None:
     alarm, stream = Alarm(), Stream([])
-    task = asyncio.create_task(alarm.receive(stream, 0.0))  # type: ignore[arg-type]
+    task = asyncio.create_task(alarm.wait(stream.receive(), time.monotonic() + 60.0))
     await until(lambda: alarm._timer)
-    alarm._ring()
+    alarm.ring()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await alarm.receive(stream, 0.0) == (), "and its own it does"  # type: ignore[arg-type]
+    assert await alarm.wait(stream.receive(), 0.0) is None, "and its own it does"
     alarm.cancel()
 
 

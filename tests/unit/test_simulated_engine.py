@@ -2,6 +2,7 @@ import asyncio
 import subprocess
 import sys
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from grid.config import Model, Simulated
 from grid.engines import simulated_text as text
 from grid.engines.base import Generation, Step, steps_of
 from grid.engines.simulated import SimulatedEngine, kv_tokens
-from grid.errors import ContextOverflow, InvalidRequest, UnitLost
+from grid.errors import Conflict, ContextOverflow, InvalidRequest, UnitLost
 from grid.words import FinishReason, Message, Sampling
 
 
@@ -33,7 +34,8 @@ class Bench:
         prepared = await self.engine.prepare([Message("user", prompt)], documents, tokens)
         self.ids += 1
         options = Sampling(tokens, **{"temperature": 0.0, **sampling})
-        return Generation(f"g{self.ids}", prepared, options, salt, tuple(emitted))
+        said = len(text.decode(emitted))
+        return Generation(f"g{self.ids}", prepared, options, salt, tuple(emitted), said)
 
     async def run(self, *args, **kwargs) -> list[Step]:
         generation = await self.generation(*args, **kwargs)
@@ -97,11 +99,19 @@ async def test_a_continuation_goes_on_exactly(bench: Bench, cut: int) -> None:
     whole = await bench.run(tokens=20)
     generation = await bench.generation(tokens=20)
     rest = generation.sampling._replace(max_output_tokens=20 - cut)
-    continued = Generation("again", generation.prompt, rest, "a", tuple(ids(whole)[:cut]))
+    said = len(joined(whole[:cut]))
+    continued = Generation("again", generation.prompt, rest, "a", tuple(ids(whole)[:cut]), said)
     steps = [step async for step in steps_of(bench.engine, continued)]
     assert ids(whole)[:cut] + ids(steps) == ids(whole)
     assert joined(whole[:cut]) + joined(steps) == joined(whole)
     assert steps[-1].finish_reason == FinishReason.LENGTH
+
+
+async def test_a_continuation_of_another_text_is_refused(bench: Bench) -> None:
+    generation = await bench.generation("x", 10)
+    other = replace(generation, emitted_ids=(0, 1), emitted_code_points=3)
+    with pytest.raises(Conflict, match="3: this unit's tokenizer"):
+        await anext(steps_of(bench.engine, other))
 
 
 async def test_answers_can_end_by_themselves() -> None:
