@@ -277,16 +277,12 @@ class Delivery:
         left_s = self._before.deadline_s - time.monotonic()
         documents = sum(estimated_tokens(text) for text in self._documents)
         span = None if self._span is None else self._span.child()
-        request = self._generation.placement._replace(
-            attempt=session.attempt,
-            prompt_tokens=prompt_tokens + sum(estimated_tokens(text) for text in self._documents),
-            exclude_units=session.excluded,
-            prefix=self._prefix.hashes,
         request = generation.placement._replace(
             attempt=order.attempt,
             prompt_tokens=generation.placement.prompt_tokens + documents + order.emitted_tokens,
             max_output_tokens=order.rest_tokens,
             exclude_units=order.excluded,
+            prefix=self._prefix.hashes,
             deadline_ms=left_s * 1000,
             traceparent="" if span is None else span.traceparent,
         )

@@ -23,8 +23,8 @@ from gateway.pipeline import farewell
 from gateway.pipeline.context import Context, Found, with_outputs
 from gateway.pipeline.events import Finished, Retrieved, RunFailed, Started, StepDone
 from gateway.pipeline.runner import Runner
-from grid.errors import InvalidRequest, UnitLost
-from grid.wire.messages import Cancel, Submit, Tokens
+from grid.errors import DeadlineExceeded, InvalidRequest, UnitLost
+from grid.wire.messages import Cancel, Failed, Submit, Tokens, WireMessage
 from grid.words import Message, Usage
 
 
@@ -38,6 +38,10 @@ def writing(step_id: str, *uses: str) -> str:
     return (
         f'{{"type": "generation", "model": "m", "max_output_tokens": 4, "id": "{step_id}", "uses": [{used}]}}'
     )
+
+
+LATE: list[WireMessage] = [Failed(1, 1, "deadline_exceeded", "the request's deadline passed")]
+"""An end that no other unit can help."""
 
 
 def said(text: str) -> list[Any]:
@@ -149,8 +153,8 @@ async def test_a_search_asks_with_what_a_step_wrote() -> None:
 
 
 async def test_an_earlier_step_that_fails_fails_the_run_with_a_real_status() -> None:
-    placing, links = Placing(), Links([ANSWER[:2], UnitLost("gone")])
-    with pytest.raises(UnitLost):
+    placing, links = Placing(), Links([ANSWER[:2], LATE])
+    with pytest.raises(DeadlineExceeded):
         await run(planned(writing("draft"), writing("final", "draft")), placing, links)
     assert [outcome for _, outcome, _ in placing.settled] == ["failed"]
 
@@ -170,7 +174,7 @@ async def test_leaving_in_an_earlier_step_frees_its_unit(monkeypatch: pytest.Mon
 
 
 async def test_what_earlier_steps_cost_is_in_a_failed_answer() -> None:
-    placing, links = Placing(), Links([said("a draft")], [ANSWER[:2], UnitLost("gone")])
+    placing, links = Placing(), Links([said("a draft")], [ANSWER[:2], LATE])
     events = await run(planned(writing("draft"), writing("final", "draft")), placing, links)
     failed = events[-1]
     assert isinstance(failed, RunFailed)
