@@ -57,7 +57,13 @@ class Placement(Section):
     stale_after_ms: float = Field(500.0, gt=0)
     """Five missed samples: a unit whose newest one is older counts as saturated."""
     prefer_region_wait_ms: float = Field(2000.0, ge=0)
-    """A preferred region is passed over when its predicted wait exceeds this."""
+    """A preferred region is passed over when its predicted wait exceeds this, and waited for no longer."""
+    queue_wait_ms: float = Field(10_000.0, ge=0, le=3_600_000)
+    """Longest wait for a slot when every unit is full; 0: full units refuse at once."""
+    queue_max: int = Field(10_000, ge=1, le=1_000_000)
+    """Requests that wait in all; each takes about 2 KB."""
+    queue_max_per_tenant: int = Field(2_000, ge=1, le=1_000_000)
+    """Requests that wait of one tenant."""
 
 
 class Observe(Section):

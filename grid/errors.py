@@ -10,7 +10,9 @@ GridError
 │   └── IdempotencyReused   the same idempotency key came with another body
 ├── Rejected            work never began
 │   ├── NoEligibleUnit      no unit can run it now; says what would have to change
-│   └── Saturated           bounded queues are full; `retry_after_s` says when to come back
+│   └── Saturated           the caller's own requests fill its share of a queue; `retry_after_s` says when
+│       │                   to come back
+│       └── Overloaded          all requests together do, or nothing had room in time
 ├── Interrupted         after work began
 │   ├── UnitLost
 │   ├── DeadlineExceeded
@@ -86,6 +88,10 @@ class Saturated(Rejected):
     code = "saturated"
 
 
+class Overloaded(Saturated):
+    code = "overloaded"
+
+
 class Interrupted(GridError):
     code = "interrupted"
 
@@ -122,6 +128,7 @@ ERRORS: dict[str, type[GridError]] = {
         Rejected,
         NoEligibleUnit,
         Saturated,
+        Overloaded,
         Interrupted,
         UnitLost,
         DeadlineExceeded,

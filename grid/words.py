@@ -228,6 +228,9 @@ class PlacementRequest(NamedTuple):
     """Whose answers tell how long this one will be; "" for a call without a stored pipeline."""
     prefix: tuple[int, ...] = ()
     """Chained hashes of the beginnings of the prompt, salted by its tenant: `placement.prefixes`."""
+    priority: int = 0
+    """Among its tenant's waiting requests the lowest goes first. Negative: a stream that had begun on a unit
+    that was lost, which goes before everyone's."""
 
     @property
     def reservation_id(self) -> str:
@@ -296,6 +299,8 @@ class Decision(NamedTuple):
     """The predicted mean, on which `decode_ms` of every candidate rests."""
     output_tokens_p90: int = 0
     """Predicted: nine of ten such answers are no longer."""
+    queued_ms: float = 0.0
+    """How long the request waited in placement's queue."""
 
 
 class Message(NamedTuple):

@@ -1,4 +1,4 @@
-"""The placement actor: sockets, clock and chance around the view. It alone writes the view.
+"""The placement actor: sockets, clock and chance around view and queue. It alone writes them.
 
 A message is taken whole inside `received`, which never awaits: between a decision and its reservation
 nothing else can run, so simultaneous requests see each other. Everything that a peer gets wrong ends in a
@@ -34,11 +34,13 @@ from grid.wire.messages import (
     Watch,
     WireMessage,
 )
-from grid.words import FleetUnit, UnitState
+from grid.words import Decision, FleetUnit, PlacementRequest, UnitState
 from placement import traces
 from placement.decide import decide
+from placement.dispatch import Answer, Dispatch
 from placement.fleet import Rules, View
 from placement.freshness import TICK_S
+from placement.queue import Limits
 from placement.reports import Spent
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,10 @@ PUSH_PERIOD_S = 1.0
 
 PUSH_GAP_S = 0.05
 """Least time between two pushes: a thousand units that join at once cost a few pushes, not a thousand."""
+
+SERVE_GAP_S = 0.005
+"""Within it, slots that reports freed are given out: far below a request's time, and a thousand units that
+report at once cost one look at the queue. A settlement gives its slot out at once."""
 
 DECIDE_SAMPLES = 1024
 """Newest decision times kept for the percentiles of `stats`."""
@@ -60,6 +66,11 @@ def rules_of(config: Config) -> Rules:
         stale_after_s=config.placement.stale_after_ms / 1e3,
         prefer_region_wait_ms=config.placement.prefer_region_wait_ms,
     )
+
+
+def limits_of(config: Config) -> Limits:
+    placement = config.placement
+    return Limits(placement.queue_max, placement.queue_max_per_tenant, placement.queue_wait_ms)
 
 
 class Duty(NamedTuple):
@@ -89,6 +100,10 @@ class PlacementActor:
         self._rng = rng or random.Random()
         # Milliseconds of wall time: a restarted actor's versions are above all that it gave out before.
         self._view = View(rules_of(config), clock(), first_version=time.time_ns() // 1_000_000)
+        self._dispatch = Dispatch(self._view, limits_of(config), self._decide)
+        self._gateways: dict[int, Peer] = {}
+        """By link: those that have asked for a unit."""
+        self._serve_timer: asyncio.TimerHandle | None = None
         self._watchers: set[Peer] = set()
         self._unit_peers: dict[str, Peer] = {}
         self._pushed_version = 0
@@ -139,8 +154,9 @@ class PlacementActor:
         return address
 
     async def close(self) -> None:
-        if self._push_timer is not None:
-            self._push_timer.cancel()
+        for timer in (self._push_timer, self._serve_timer):
+            if timer is not None:
+                timer.cancel()
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -170,6 +186,7 @@ class PlacementActor:
         return {
             "units": len(self._view.units),
             "reservations": self._view.reservations,
+            "waiting": len(self._dispatch.queue),
             "decide_us_p50": spent[len(spent) // 2] if spent else 0.0,
             "decide_us_p99": spent[len(spent) * 99 // 100] if spent else 0.0,
         }
@@ -198,10 +215,14 @@ class PlacementActor:
             self._refuse(
                 peer, message, InternalError(f"placement failed ({type(error).__name__}); see its log")
             )
+        if type(message) is not Place:
+            self._serve_soon()
         self._push_if_changed()
 
     def disconnected(self, peer: Peer, reason: str) -> None:
         self._watchers.discard(peer)
+        self._gateways.pop(peer.link_id, None)
+        self._counts["waiting_lost"] += self._dispatch.leave(peer.link_id)
         released = self._view.release_holder(peer.link_id)
         gone = self._view.leave(peer.link_id)
         for unit_id in gone:
@@ -212,6 +233,7 @@ class PlacementActor:
                 *(peer.role, peer.peer_id, reason, ", ".join(gone) or "none", released),
             )
         self._counts["reservations_released"] += released
+        self._serve_soon()
         self._push_if_changed()
 
     def _refuse(self, peer: Peer, message: WireMessage, error: GridError) -> None:
@@ -220,28 +242,62 @@ class PlacementActor:
     # --- one method a message ---------------------------------------------------------------
 
     def _place(self, peer: Peer, message: Place, now_s: float) -> None:
-        request = message.request
-        if not request.dry_run:
-            # Asked again, by a gateway that lost its link or its patience: the first answer is void.
-            self._view.withdraw(request.reservation_id)
+        self._gateways[peer.link_id] = peer
+        self._tell(self._dispatch.place(message.request, peer.link_id, message.stream, now_s))
+
+    def _decide(self, request: PlacementRequest, now_s: float) -> Decision:
         began_ns = time.perf_counter_ns()
-        decision = decide(request, self._view, now_s, self._rng)
+        try:
+            decision = decide(request, self._view, now_s, self._rng)
+        except GridError:
+            raise
+        except Exception as error:
+            # A bug: it costs this one request, also among many that wait.
+            self._counts["bugs"] += 1
+            log.exception("a request for %r was not decided", request.model)
+            raise InternalError(f"placement failed ({type(error).__name__}); see its log") from error
         spent_us = (time.perf_counter_ns() - began_ns) / 1e3
-        if request.traceparent and self._tracer is not None:
-            traces.record(self._tracer, request, decision, now_s, spent_us)
-        if not request.dry_run:
-            self._view.reserve(request, decision.chosen.unit_id, peer.link_id, now_s)
         self._decide_us.append(spent_us)
         self._counts["decided_dry" if request.dry_run else "decided"] += 1
-        peer.send(Decided(message.stream, decision._replace(decide_us=spent_us)))
+        if request.traceparent and self._tracer is not None:
+            traces.record(self._tracer, request, decision, now_s, spent_us)
+        return decision._replace(decide_us=spent_us)
+
+    def _tell(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            outcome = answer.outcome
+            reply: Refused | Decided
+            if isinstance(outcome, GridError):
+                self._counts[f"refused_{outcome.code}"] += 1
+                reply = Refused.of(answer.stream, outcome)
+            else:
+                self._counts["decided_after_waiting"] += outcome.queued_ms > 0
+                reply = Decided(answer.stream, outcome)
+            gateway = self._gateways.get(answer.holder)
+            if gateway is not None:
+                gateway.send(reply)
 
     def _settle(self, peer: Peer, message: Settle, now_s: float) -> None:
         spent = Spent(
             *(message.input_tokens, message.output_tokens, message.ttft_ms, message.total_ms),
             message.cached_tokens,
         )
-        held = self._view.settle(message.reservation_id, message.outcome, now_s, spent, message.prefix)
+        held, answers = self._dispatch.settle(
+            message.reservation_id, message.outcome, now_s, spent, message.prefix
+        )
         self._counts["settled" if held else "settled_unknown"] += 1
+        self._tell(answers)
+        if not held:
+            # Its unit's report was quicker than its gateway's word.
+            self._serve_soon()
+
+    def _serve_soon(self) -> None:
+        if self._serve_timer is None and len(self._dispatch.queue):
+            self._serve_timer = asyncio.get_running_loop().call_later(SERVE_GAP_S, self._serve)
+
+    def _serve(self) -> None:
+        self._serve_timer = None
+        self._tell(self._dispatch.serve(self._clock()))
 
     def _watch(self, peer: Peer, message: Watch, now_s: float) -> None:
         self._watchers.add(peer)
@@ -303,6 +359,9 @@ class PlacementActor:
 
     def _tick(self, now_s: float) -> None:
         self._counts["leases_expired"] += self._view.tick(now_s)
+        if len(self._dispatch.queue):
+            # Health, freshness and time itself change without a message.
+            self._tell(self._dispatch.serve(now_s))
         mass_stale = self._view.fresh(now_s)[1]
         if mass_stale != self._mass_stale:
             self._mass_stale = mass_stale

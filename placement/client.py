@@ -1,7 +1,7 @@
 """The gateway's side of placement: ask for a unit, say when its use ended, hear of the fleet.
 
 Owns one link to the placement actor. A caller may be cancelled at any moment: until `place` returns, the
-reservation is this client's to end; from then on it is the caller's.
+reservation, or the place in the actor's queue, is this client's to end; from then on it is the caller's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from grid.errors import GridError, InternalError, NotFound, Saturated, UnitLost
+from grid.errors import InternalError, NotFound, Overloaded, UnitLost
 from grid.wire.codec import MAX_FRAME_BYTES
-from grid.wire.link import Link, LinkStream, Peer, Reconnecting, Resolve
+from grid.wire.link import Link, Peer, Reconnecting, Resolve
 from grid.wire.messages import Decided, DrainUnit, Fleet, Place, Refused, Settle, Watch, WireMessage
 from grid.words import Decision, FleetUnit, PlacementRequest
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
 """The actor is restarted within seconds; its clients are told to come back after one."""
 
-ORPHAN_S = 30.0
-"""How long an unwanted answer is waited for; after that the lease ends what it reserved."""
+UNREACHABLE_S = 5.0
+"""The actor is back from a restart within it; a longer silence is the caller's to know."""
 
 FleetCallback = Callable[[Fleet], None]
 
@@ -33,7 +33,6 @@ class PlacementClient:
     def __init__(self, resolve: Resolve, *, peer_id: str, secret: bytes) -> None:
         self._fleet = Fleet(0, 0, ())
         self._callbacks: list[FleetCallback] = []
-        self._orphans: dict[str, asyncio.Task[None]] = {}
         self._reconnecting = Reconnecting(
             resolve,
             role="gateway",
@@ -49,10 +48,6 @@ class PlacementClient:
 
     async def close(self) -> None:
         """Leave. The actor releases what this client still holds and no unit reports."""
-        orphans = list(self._orphans.values())
-        for task in orphans:
-            task.cancel()
-        await asyncio.gather(*orphans, return_exceptions=True)
         await self._reconnecting.close()
 
     @property
@@ -71,9 +66,11 @@ class PlacementClient:
     async def place(self, request: PlacementRequest, timeout_s: float) -> Decision:
         """Return the decision for `request`; its reservation is then the caller's to settle.
 
-        Raises what the actor refuses with (NoEligibleUnit, Saturated, InvalidRequest), and Saturated when
-        it can't be reached or doesn't answer in time. A link that is lost meanwhile is waited for, and the
-        request asked again: the actor released what the lost link held. Cancelling leaves no reservation.
+        While all units are full the actor lets the request wait, up to its own bounds. Raises what the actor
+        refuses with (NoEligibleUnit, Saturated, Overloaded, InvalidRequest), and Overloaded when it can't be
+        reached or doesn't answer within `timeout_s`. A link that is lost meanwhile is waited for, and the
+        request asked again: the actor released what the lost link held. Cancelling leaves no reservation, and
+        nobody waiting.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
@@ -127,11 +124,11 @@ class PlacementClient:
     # --- asking -----------------------------------------------------------------------------
 
     async def _wait(self, deadline_s: float) -> Link:
-        left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+        left_s = deadline_s - asyncio.get_running_loop().time()
         try:
-            return await self._reconnecting.wait(left_s)
+            return await self._reconnecting.wait(min(max(left_s, 0.0), UNREACHABLE_S))
         except UnitLost as lost:
-            raise Saturated(
+            raise Overloaded(
                 f"the placement actor can't be reached: {lost.message}", retry_after_s=RETRY_AFTER_S
             ) from None
 
@@ -140,54 +137,26 @@ class PlacementClient:
         stream = link.open(MAX_FRAME_BYTES)
         try:
             stream.send(Place(stream.id, request))
-        except BaseException:
-            stream.close()
-            raise
-        # The actor ends what the same reservation held before, so an earlier unwanted answer is moot,
-        # and settling it would now end the new one.
-        if (earlier := self._orphans.pop(request.reservation_id, None)) is not None:
-            earlier.cancel()
-        try:
             async with asyncio.timeout_at(deadline_s):
                 answer = (await stream.receive())[0]
         except UnitLost:
-            stream.close()
             raise
         except BaseException as error:
-            self._adopt(link, stream, request)
+            if not request.dry_run:
+                # It comes after the question on the same link, so it ends whatever became of it.
+                link.send(Settle(0, request.reservation_id, "cancelled"))
             if isinstance(error, TimeoutError):
-                raise Saturated(
+                raise Overloaded(
                     "the placement actor did not answer in time", retry_after_s=RETRY_AFTER_S
                 ) from None
             raise
-        stream.close()
+        finally:
+            stream.close()
         if isinstance(answer, Decided):
             return answer.decision
         if isinstance(answer, Refused):
             raise answer.error()
         raise InternalError(f"placement answered with {type(answer).__name__}")
-
-    def _adopt(self, link: Link, stream: LinkStream, request: PlacementRequest) -> None:
-        """Take over an answer that its caller no longer waits for, and settle what it reserved."""
-        task = asyncio.create_task(self._settle_orphan(link, stream, request))
-        self._orphans[request.reservation_id] = task
-        task.add_done_callback(lambda _: self._forget(request.reservation_id, task))
-
-    def _forget(self, reservation_id: str, task: asyncio.Task[None]) -> None:
-        if self._orphans.get(reservation_id) is task:
-            del self._orphans[reservation_id]
-
-    async def _settle_orphan(self, link: Link, stream: LinkStream, request: PlacementRequest) -> None:
-        try:
-            async with asyncio.timeout(ORPHAN_S):
-                answer = (await stream.receive())[0]
-            if isinstance(answer, Decided) and not request.dry_run:
-                link.send(Settle(0, request.reservation_id, "cancelled"))
-        except (GridError, TimeoutError):
-            # A lost link's reservations are released by the actor, a silent actor's by their leases.
-            pass
-        finally:
-            stream.close()
 
     # --- hearing of the fleet ---------------------------------------------------------------
 

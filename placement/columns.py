@@ -26,7 +26,7 @@ _DTYPES: dict[str, Any] = {
     "memory_grant_mb": np.int64,
     "context_tokens": np.int64,
     "max_running": np.int64,
-    "capacity": np.int64,
+    "slots": np.int64,
     "state": np.int64,
     "drained": np.bool_,
     "suspect_until_s": np.float64,
@@ -61,8 +61,8 @@ class Columns:
     memory_grant_mb: Ints
     context_tokens: Ints
     max_running: Ints
-    capacity: Ints
-    """Running and waiting together."""
+    slots: Ints
+    """How many requests it is given at once: `loads.slots`."""
     # What may change.
     state: Ints
     drained: Mask

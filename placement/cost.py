@@ -170,9 +170,3 @@ def _pressure_ms(
     kept = np.maximum(columns.kv_tokens_total[rows] * PRESSURE_FROM_FREE_SHARE, 1.0)
     pressure_ms: Floats = np.clip(short_by / kept, 0.0, 1.0) * kv_with_us * prefill_ms_per_token
     return pressure_ms
-
-
-def slot_wait_ms(request: PlacementRequest, forecast: Forecast, columns: Columns, rows: Ints) -> float:
-    """Return after how many milliseconds the first of the full units at `rows` should free a slot."""
-    answer_ms = output_tokens(request, forecast) * columns.next_step_ms[rows]
-    return float((answer_ms / columns.max_running[rows]).min())

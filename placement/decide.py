@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from grid.errors import GridError, InvalidRequest, NoEligibleUnit, Saturated
+from grid.errors import GridError, InvalidRequest, NoEligibleUnit, Overloaded
 from grid.words import Candidate, Decision, PlacementRequest
 from placement import cost
 from placement.columns import Floats, Ints
 from placement.filters import WAITING_HELPS, Question, Sifted, reasons, rejections, sift
 from placement.fleet import View
+from placement.lengths import Forecast
 from placement.prefixes import MAX_BLOCKS
 from placement.reports import MAX_COUNT
 
@@ -45,7 +46,7 @@ MAX_RETRY_AFTER_S = 30.0
 def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Random) -> Decision:
     """Choose a unit for `request`; reserve nothing (that is the caller's next step, unless a dry run).
 
-    Raises InvalidRequest for counts that make no sense, Saturated when units could run it but are full or
+    Raises InvalidRequest for counts that make no sense, Overloaded when units could run it but are full or
     silent, else NoEligibleUnit. Both refusals carry `rejected_by_code`, `reasons` and `ever`, and where the
     request asks to explain `rejections`, each a list of a `Rejection`'s fields.
     """
@@ -55,8 +56,7 @@ def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Rand
     if not len(sifted.rows):
         raise _refusal(question, sifted)
     forecast = view.forecast(request)
-    match = view.prefixes.match(request.prefix, request.prompt_tokens) if request.prefix else None
-    costs = cost.predict(request, forecast, view.columns, sifted.rows, match)
+    costs = price(request, view, forecast, sifted.rows)
     listed = MAX_LISTED if request.explain else NEXT_BEST + 1
     order = _best_first(_keys(question, sifted.rows, costs), listed, rng)
     candidates = tuple(_candidate(view, sifted.rows.item(index), costs, index) for index in order)
@@ -77,6 +77,12 @@ def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Rand
     )
 
 
+def price(request: PlacementRequest, view: View, forecast: Forecast, rows: Ints) -> cost.Costs:
+    """Return what the request would cost on the units at `rows` as they are now."""
+    match = view.prefixes.match(request.prefix, request.prompt_tokens) if request.prefix else None
+    return cost.predict(request, forecast, view.columns, rows, match)
+
+
 def _check(request: PlacementRequest) -> None:
     for field in ("prompt_tokens", "max_output_tokens", "min_memory_mb"):
         count = getattr(request, field)
@@ -91,8 +97,7 @@ def _keys(question: Question, rows: Ints, costs: cost.Costs) -> Floats:
     view, preferred, total_ms = question.view, question.request.prefer_regions, costs.total_ms
     if not preferred:
         return total_ms
-    tiers = view.remembered(("tiers", preferred), lambda: _region_tiers(view, preferred))
-    tier = tiers[rows]
+    tier = region_tiers(view, preferred)[rows]
     longest_ms = view.rules.prefer_region_wait_ms - costs.network_ms
     if np.maximum.reduce(costs.queue_ms) > longest_ms:
         tier[costs.queue_ms > longest_ms] = len(preferred) + 1
@@ -101,8 +106,13 @@ def _keys(question: Question, rows: Ints, costs: cost.Costs) -> Floats:
     return tier
 
 
+def region_tiers(view: View, preferred: tuple[str, ...]) -> Floats:
+    """Return every unit's place in `preferred`, the earliest of a region that is named twice. Shared: write
+    to none."""
+    return view.remembered(("tiers", preferred), lambda: _region_tiers(view, preferred))
+
+
 def _region_tiers(view: View, preferred: tuple[str, ...]) -> Floats:
-    """Return every unit's place in `preferred`, the earliest of a region that is named twice."""
     tier = np.full(view.columns.size, float(len(preferred)))
     for index in reversed(range(len(preferred))):
         tier[view.columns.region == view.regions.number(preferred[index])] = index
@@ -161,7 +171,7 @@ def _refusal(question: Question, sifted: Sifted) -> GridError:
     asked = f"{question.request.model!r}" if question.request.model else "the step"
     if not any(code in rejected for code in WAITING_HELPS):
         return NoEligibleUnit(f"no unit can run {asked}: {sentences[0]}", **details)
-    return Saturated(
+    return Overloaded(
         f"every unit that can run {asked} is full or silent: {sentences[0]}",
         retry_after_s=_retry_after_s(question, sifted),
         **details,
@@ -173,5 +183,6 @@ def _retry_after_s(question: Question, sifted: Sifted) -> float:
     if not len(full):
         return question.view.rules.stale_after_s
     request, view = question.request, question.view
-    slot_s = 1e-3 * cost.slot_wait_ms(request, view.forecast(request), view.columns, full)
+    costs = price(request, view, view.forecast(request), full)
+    slot_s = 1e-3 * float(costs.queue_ms.min())
     return min(max(slot_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)

@@ -271,15 +271,12 @@ def _fresh_detail(q: Question, row: int) -> str:
 
 
 def _room(q: Question) -> Mask:
-    return q.view.columns.load < q.view.columns.capacity
+    return q.view.columns.load < q.view.columns.slots
 
 
 def _room_detail(q: Question, row: int) -> str:
-    card, load = q.view.units[row].card, int(q.view.columns.load[row])
-    return (
-        f"holds {load} requests, its limit of {card.max_running} running and {card.max_waiting} waiting: "
-        "try again when one ends, or start another unit"
-    )
+    load, slots = int(q.view.columns.load[row]), int(q.view.columns.slots[row])
+    return f"holds {load} requests and has {slots} slots: try again when one ends, or start another unit"
 
 
 RULES: dict[str, Rule] = {
@@ -296,7 +293,7 @@ RULES: dict[str, Rule] = {
     "draining": Rule("not draining", _draining, _draining_detail),
     "unhealthy": Rule("not failing again and again", _healthy, _healthy_detail, momentary=True),
     "stale": Rule("a sample that is fresh; else saturated", _fresh, _fresh_detail, momentary=True),
-    "saturated": Rule("a place among running and waiting", _room, _room_detail, momentary=True),
+    "saturated": Rule("a free slot", _room, _room_detail, momentary=True),
 }
 
 REASONS: dict[str, str] = {code: rule.summary for code, rule in RULES.items()}
@@ -332,10 +329,10 @@ class Sifted(NamedTuple):
 
 def sift(question: Question) -> Sifted:
     """Apply every rule to every unit. The arrays are shared between calls: write to none."""
-    return _apply(_MOMENTARY, question, _standing(question))
+    return _apply(_MOMENTARY, question, standing(question))
 
 
-def _standing(question: Question) -> Sifted:
+def standing(question: Question) -> Sifted:
     """Return the outcome of the rules that are not momentary, worked out once for all who ask the same."""
     size = question.view.columns.size
     return question.view.remembered(

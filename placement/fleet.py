@@ -11,7 +11,7 @@ Load counts every request exactly once:
 A reservation ends when it is settled, when a sample no longer holds what an earlier one held, when its
 gateway is lost before any sample held it, when its unit comes back as a new process, or when its lease
 ends. While samples hold it, its lease is renewed. A sample never creates a reservation, so nothing that
-ended comes back. Bounded by MAX_UNITS and their capacities.
+ended comes back. Bounded by MAX_UNITS and their slots.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from placement.gpus import Gpus
 from placement.health import Health
 from placement.learning import LESSON_GAP_S, PUBLISH_S, STUDY_S, Learning
 from placement.lengths import Forecast
-from placement.loads import Loads
+from placement.loads import Loads, slots
 from placement.prefixes import Prefixes, UnitPrefixes
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, load_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
@@ -196,7 +196,7 @@ class View:
         columns.memory_grant_mb[row] = card.memory_grant_mb
         columns.context_tokens[row] = card.context_tokens
         columns.max_running[row] = card.max_running
-        columns.capacity[row] = card.max_running + card.max_waiting
+        columns.slots[row] = slots(card)
         columns.state[row] = UnitState.STARTING
         columns.drained[row] = card.unit_id in self._drained
         columns.suspect_until_s[row] = -np.inf
@@ -437,6 +437,11 @@ class View:
 
     def row(self, unit_id: str) -> int | None:
         return self._rows.get(unit_id)
+
+    def row_of(self, reservation_id: str) -> int | None:
+        """Return the unit on which the reservation is held; None too where that process is gone."""
+        reservation = self._ledger.get(reservation_id)
+        return None if reservation is None else self._row_of(reservation)
 
     def remembered(self, key: Hashable, work_out: Callable[[], T]) -> T:
         """Return what `work_out` answers, asked anew only when a card, a state, a drain or a fault changed.

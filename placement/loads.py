@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grid.words import UnitLoad
+from grid.words import Task, UnitCard, UnitLoad
 from placement import cost
 from placement.columns import Columns, Ints
 from placement.learning import Here
 from placement.reservations import Reservation
 from placement.speeds import Speeds
+
+
+def slots(card: UnitCard) -> int:
+    """Return how many requests a unit is given at once. All others wait in placement's queue, so that each
+    gets the unit that is free first.
+
+    Texts are embedded in milliseconds, so the way back and forth would leave the unit idle: for each call
+    that it works on, another is on its way or waits there. `max_waiting` beyond that is the unit's own
+    margin, for what comes before placement knows that a slot is taken.
+    """
+    ahead = card.max_running if card.task == Task.EMBED else 0
+    return card.max_running + min(ahead, card.max_waiting)
 
 
 class Loads:

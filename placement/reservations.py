@@ -2,7 +2,7 @@
 
 Leases all have the same length, so the order of renewal is the order of expiry, and looking for expired
 ones costs nothing while there are none. Bounded from outside: a unit takes no reservation beyond its
-capacity, and what a departed unit leaves behind expires.
+slots, and what a departed unit leaves behind expires.
 """
 
 from __future__ import annotations

@@ -44,9 +44,6 @@ from grid.wire.link import Link, LinkStream
 from grid.wire.messages import Cancel, Done, Submit, Tokens, WireMessage
 from grid.words import Decision, Sampling, Usage
 
-PLACE_WAIT_S = 5.0
-"""The placement actor is back from a restart within it; a longer silence is the caller's to know."""
-
 STREAM_BASE_BYTES = 64 * 1024
 STREAM_BYTES_PER_TOKEN = 256
 """A token's frame has about 30 bytes: a whole answer waits in the gateway for the slowest client, and a unit
@@ -288,7 +285,7 @@ class Delivery:
         )
         began_s = time.monotonic()
         try:
-            decision = await self._placement.place(request, min(left_s, PLACE_WAIT_S))
+            decision = await self._placement.place(request, left_s)
         except GridError as error:
             if span is not None:
                 span.end("place", began_s, time.monotonic(), kind=Kind.CLIENT, error=error.code)

@@ -28,8 +28,8 @@ from grid.errors import (
     GridError,
     InternalError,
     InvalidRequest,
+    Overloaded,
     Rejected,
-    Saturated,
     UnitLost,
 )
 from grid.units import events as ev
@@ -354,7 +354,7 @@ class Unit:
         elif request.deadline_ms < 0:
             error = DeadlineExceeded("the request's deadline had passed when it arrived")
         elif len(self._jobs) >= self.card.max_running + self.card.max_waiting:
-            error = Saturated(
+            error = Overloaded(
                 f"unit {self.card.unit_id} is full "
                 f"({self.card.max_running} running, {self.card.max_waiting} waiting)",
                 retry_after_s=self.retry_after_s(now_s),

@@ -185,6 +185,7 @@ REQUEST = PlacementRequest(
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     pipeline_id="pl-1",
     prefix=(1 << 63, 7),
+    priority=-1,
 )
 DECISION = Decision(
     reservation_id="req_1/answer/1",
@@ -199,6 +200,7 @@ DECISION = Decision(
     candidates=2,
     expected_output_tokens=64,
     output_tokens_p90=100,
+    queued_ms=12.5,
 )
 
 EXAMPLES: tuple[WireMessage, ...] = (

@@ -260,25 +260,25 @@ async def test_marks_of_contracts_are_checked(cell: LocalCell, step: dict[str, A
     assert taken.status_code == 201
 
 
-async def test_a_full_unit_is_a_real_429_with_retry_after(tmp_path: Path) -> None:
+async def test_a_full_cell_is_a_real_503_with_retry_after(tmp_path: Path) -> None:
     config = cell_config(tmp_path)
     paced = config.models[0].model_copy(
         update={
             "max_running": 1,
-            "max_waiting": 0,
             "simulated": config.models[0].simulated.model_copy(update={"full_speed": False, "speed": 0.05}),
         }
     )
-    config = config.model_copy(update={"models": (paced, *config.models[1:])})
+    no_queue = config.placement.model_copy(update={"queue_wait_ms": 0.0})
+    config = config.model_copy(update={"models": (paced, *config.models[1:]), "placement": no_queue})
     async with local_cell(config) as cell, cell.client() as client:
         body = json.loads(chat(max_tokens=2000, stream=True))
         async with client.stream("POST", CHAT, json=body) as first:
             assert first.status_code == 200
             await anext(first.aiter_bytes())
             second = await client.post(CHAT, json=body)
-            assert second.status_code in (429, 503), second.text
-            if second.status_code == 429:
-                assert int(second.headers["retry-after"]) >= 1
+            assert second.status_code == 503, second.text
+            assert second.json()["error"]["code"] == "overloaded"
+            assert int(second.headers["retry-after"]) >= 1
         await cell.until_idle()
 
 

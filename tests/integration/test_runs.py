@@ -24,7 +24,7 @@ from gateway.trust.keyfiles import read_secret, secret_path
 from grid.config import Config
 from grid.engines.base import Generation, steps_of
 from grid.engines.simulated import SimulatedEngine
-from grid.errors import ContextOverflow, DeadlineExceeded, NoEligibleUnit, Saturated, UnitLost
+from grid.errors import ContextOverflow, DeadlineExceeded, NoEligibleUnit, Overloaded, UnitLost
 from grid.units.actor import Site, UnitActor
 from grid.wire.link import Link, LinkPool
 from grid.words import Message, Sampling
@@ -67,11 +67,14 @@ class Cell:
 
 
 @asynccontextmanager
-async def cell(tmp_path: Path, *, units: int = 2, **model: Any) -> AsyncIterator[Cell]:
+async def cell(
+    tmp_path: Path, *, units: int = 2, queue_wait_ms: float = 60_000, **model: Any
+) -> AsyncIterator[Cell]:
     config = config_at(
         tmp_path,
         models=[{"name": MODEL, "engine": "simulated", "precision": "bf16", "context_tokens": 4096, **model}],
         aliases={"gpt-4o-mini": MODEL},
+        placement={"queue_wait_ms": queue_wait_ms},
     )
     secret = read_secret(secret_path(tmp_path, "link.key"))
     placement = PlacementActor(config)
@@ -192,13 +195,13 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(tmp_path
 
 
 async def test_a_client_that_leaves_mid_stream_frees_the_slot_at_once(tmp_path: Path) -> None:
-    async with cell(tmp_path, units=1, max_running=1, max_waiting=0) as c:
+    async with cell(tmp_path, units=1, queue_wait_ms=0, max_running=1) as c:
         run = c.runner.run(plan(c.config, "req_1", max_output_tokens=2000))
         got = await anext(run)
         assert isinstance(got[0], Started)
         while not isinstance(got[-1], Chunk):
             got = await anext(run)
-        with pytest.raises(Saturated):
+        with pytest.raises(Overloaded):
             await collect(c.runner, plan(c.config, "req_2"))
         await run.aclose()
         await c.until_idle()

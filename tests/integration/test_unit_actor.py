@@ -14,7 +14,7 @@ from grid.config import Cell, Config, Model, Simulated
 from grid.engines import simulated_text
 from grid.engines.base import EngineFacts, EngineLoad
 from grid.engines.simulated import SimulatedEngine
-from grid.errors import ContextOverflow, InternalError, InvalidRequest, Saturated, UnitLost
+from grid.errors import ContextOverflow, InternalError, InvalidRequest, Overloaded, UnitLost
 from grid.hardware import catalogue
 from grid.units.actor import Site, UnitActor
 from grid.wire.link import Link, LinkServer, Peer, dial
@@ -252,7 +252,7 @@ async def test_saturation_queue_and_cancel(cell: UnitCell) -> None:
     assert load.running == 2
     assert set(load.reservations) == {each.submit.reservation_id for each in [*running, waiting]}
     refused = await Stream(link, 1000).until(Refused)
-    assert refused.code == Saturated.code
+    assert refused.code == Overloaded.code
     assert refused.retry_after_s > 1.0, "a tenth of a second a token, a thousand to go"
 
     running[0].cancel()
@@ -396,7 +396,7 @@ async def test_embedding_with_bounded_admission(cell: UnitCell) -> None:
     engine.go.clear()
     calls = [asyncio.create_task(link.call(embed, 10.0)) for _ in range(2)]
     await cell.placement.until(lambda load: (load.running, load.waiting) == (1, 1))
-    with pytest.raises(Saturated):
+    with pytest.raises(Overloaded):
         await link.call(embed, 10.0)
     engine.go.set()
     for vectors in await asyncio.gather(*calls):

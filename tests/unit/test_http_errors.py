@@ -42,6 +42,7 @@ STATUSES = {
     "rejected": 503,
     "no_eligible_unit": 503,
     "saturated": 429,
+    "overloaded": 503,
     "interrupted": 503,
     "unit_lost": 503,
     "deadline_exceeded": 504,

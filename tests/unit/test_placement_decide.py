@@ -318,7 +318,8 @@ def test_a_full_fleet_is_saturated_with_a_time_to_come_back() -> None:
     view.report([make_load(card, running=2)], 1, 0.0)
     with pytest.raises(Saturated) as refused:
         choose(view, make_request())
-    assert refused.value.retry_after_s == pytest.approx(50 * step_ms(view, 2, 0) / 2 / 1e3)
+    # One of two slots frees in half the time of an answer, to which our own KV adds a little.
+    assert refused.value.retry_after_s == pytest.approx(50 * step_ms(view, 2, 0) / 2 / 1e3, rel=0.01)
     assert refused.value.details["rejected_by_code"] == {"model": 1, "saturated": 1}
     assert refused.value.details["ever"]
 

@@ -168,7 +168,7 @@ STATE_CASES: list[tuple[str, Callable[[View, UnitCard], object], list[str]]] = [
     ("draining", lambda v, c: v.drain("u0", True), ["operator", "resume"]),
     ("unhealthy", lambda v, c: _fail_thrice(v), ["3 requests", "2.0 s"]),
     ("stale", lambda v, c: v.join(c, 7), ["has not reported yet"]),
-    ("saturated", lambda v, c: v.report([make_load(c, running=4, waiting=4)], 1, NOW_S), ["8", "4 running"]),
+    ("saturated", lambda v, c: v.report([make_load(c, running=4, waiting=4)], 1, NOW_S), ["8", "4 slots"]),
 ]
 
 
@@ -196,7 +196,7 @@ def test_a_stale_unit_counts_as_saturated_and_says_how_old_its_sample_is() -> No
 def test_one_place_below_the_limit_is_room() -> None:
     card = make_card()
     view = make_view(card)
-    view.report([make_load(card, running=4, waiting=3)], 1, NOW_S)
+    view.report([make_load(card, running=3)], 1, NOW_S)
     assert verdicts(view, make_request()) == {}
     view.reserve(make_request("req_2"), "u0", holder=9, now_s=NOW_S)
     assert verdicts(view, make_request())["u0"][0] == "saturated"

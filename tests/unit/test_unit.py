@@ -114,7 +114,7 @@ def test_budget_of_zero_without_emitted_tokens_is_the_callers_mistake() -> None:
     assert (refused.code, refused.param) == ("invalid_request", "max_output_tokens")
 
 
-def test_caps_running_then_waiting_then_saturated() -> None:
+def test_caps_running_then_waiting_then_overloaded() -> None:
     unit = Unit(card())
     start(unit, 1)
     start(unit, 2)
@@ -124,7 +124,7 @@ def test_caps_running_then_waiting_then_saturated() -> None:
     assert not any(isinstance(effect, ev.Generate) for effect in effects)
     [refused] = sent(unit.handle(ev.Submitted(PEER, submit(4)), 0.0))
     assert isinstance(refused, Refused)
-    assert refused.code == "saturated"
+    assert refused.code == "overloaded"
     assert refused.retry_after_s > 0
     load = unit.load(IDLE)
     assert (load.running, load.waiting, load.prefill_tokens_queued) == (2, 1, 3)
@@ -351,7 +351,7 @@ def test_embeddings_share_the_caps_and_the_time() -> None:
     assert unit.handle(ev.EmbedAsked(PEER, embed(3)), 2.0) == []
     [refused] = sent(unit.handle(ev.EmbedAsked(PEER, embed(4)), 2.0))
     assert isinstance(refused, Refused)
-    assert refused.code == "saturated"
+    assert refused.code == "overloaded"
     # Alone for 2 s, then for 4 s one of two: 4 s of its own, at a factor of 0.5.
     vectors, third = unit.handle(ev.Encoded(1, 3, b"data", 8), 6.0)
     assert vectors == ev.Send(PEER, Vectors(1, 3, b"data", 8, 2.0))

@@ -1,0 +1,350 @@
+"""Decides at once or lets wait, and gives each slot that frees to whom it serves best. Pure.
+
+Owns the queue, and is the only one that reserves. After every event nobody waits whom a free slot fits, so
+whoever comes later overtakes nobody. A freed slot looks at the first LOOK_AHEAD in the fair order of those
+that its unit fits: the one that gains most there is served, unless one before it was passed over too often or
+for too long. Every request that came is answered once, be it with a decision, a refusal or because it left.
+
+A preferred region that is full is waited for, if the wait is expected to be within the cell's bound, and no
+longer than that bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import numpy as np
+
+from grid.errors import Cancelled, GridError, InternalError, Saturated
+from grid.words import Decision, PlacementRequest
+from placement.columns import Floats, Ints, Mask
+from placement.decide import price, region_tiers
+from placement.filters import Question, sift, standing
+from placement.fleet import View
+from placement.lines import Fit, Line, Waiting
+from placement.queue import Figures, Limits, Queue
+from placement.reports import NOTHING_SPENT, Spent
+
+LOOK_AHEAD = 8
+"""Requests that one freed slot chooses among: each is priced, in about 15 us."""
+
+MAX_PASSES = 8
+MAX_PASSED_S = 0.5
+"""Whoever was passed over so often, or since so long, is next."""
+
+Decide = Callable[[PlacementRequest, float], Decision]
+"""As `decide.decide` with view and chance bound. Raises GridError."""
+
+
+class Answer(NamedTuple):
+    """What `holder` is told on `stream`."""
+
+    holder: int
+    stream: int
+    request: PlacementRequest
+    outcome: Decision | GridError
+
+
+class Dispatch:
+    def __init__(self, view: View, limits: Limits, decide: Decide) -> None:
+        self.queue = Queue(limits)
+        self._view = view
+        self._decide = decide
+
+    # --- events -----------------------------------------------------------------------------
+
+    def place(self, request: PlacementRequest, holder: int, stream: int, now_s: float) -> list[Answer]:
+        """Decide and reserve, or let it wait: then it is answered by a later event."""
+        if request.dry_run:
+            return [self._answer(request, holder, stream, now_s)]
+        # Asked again, by a gateway that lost its link or its patience: what was before is void.
+        answers = self.end(request.reservation_id, now_s)
+        pool = self.queue.pools.get(self._view.rules.model(request.model))
+        if pool is not None and pool.waiting:
+            answers += self._serve_pool(pool.model, now_s)
+        try:
+            waiting = self._worth_waiting(request, holder, stream, now_s)
+            if waiting is None:
+                return [*answers, Answer(holder, stream, request, self._reserve(request, holder, now_s, 0.0))]
+        except Saturated as full:
+            waiting = self._waiting(request, holder, stream, now_s)
+            refusal = self._join(waiting, now_s, full)
+        except GridError as refused:
+            return [*answers, Answer(holder, stream, request, refused)]
+        else:
+            refusal = self._join(waiting, now_s, None)
+            if refusal is not None:
+                return [*answers, self._answer(request, holder, stream, now_s)]
+        return answers if refusal is None else [*answers, Answer(holder, stream, request, refusal)]
+
+    def end(self, reservation_id: str, now_s: float) -> list[Answer]:
+        """End a reservation without an outcome, or the wait for one."""
+        waiting = self.queue.leave(reservation_id)
+        if waiting is not None:
+            left = Cancelled("the request was withdrawn while it waited for a unit")
+            return [Answer(waiting.holder, waiting.stream, waiting.request, left)]
+        row = self._view.row_of(reservation_id)
+        self._view.withdraw(reservation_id)
+        return [] if row is None else self._freed(row, now_s)
+
+    def settle(
+        self,
+        reservation_id: str,
+        outcome: str,
+        now_s: float,
+        spent: Spent = NOTHING_SPENT,
+        answer_prefix: tuple[int, ...] = (),
+    ) -> tuple[bool, list[Answer]]:
+        """End a reservation, or the wait for one; return whether there was either."""
+        if self.queue.knows(reservation_id):
+            return True, self.end(reservation_id, now_s)
+        row = self._view.row_of(reservation_id)
+        held = self._view.settle(reservation_id, outcome, now_s, spent, answer_prefix)
+        return held, [] if row is None else self._freed(row, now_s)
+
+    def leave(self, holder: int) -> int:
+        """Forget what a lost gateway waits for: nobody is left to be told. Count them."""
+        return len(self.queue.leave_holder(holder))
+
+    def serve(self, now_s: float) -> list[Answer]:
+        """Give out all slots that are free, whatever freed them, and refuse those whose time is over.
+
+        To be called soon after a unit reported, joined or changed, and regularly, as health and freshness
+        change with time alone.
+        """
+        answers: list[Answer] = []
+        due = self.queue.due(now_s)
+        for waiting in due:
+            if waiting.until_s > now_s:
+                self.queue.let_go(waiting, self._ask(waiting.request, waiting.model, ()))
+        for pool in self.queue.pools.values():
+            if pool.waiting:
+                answers += self._serve_pool(pool.model, now_s)
+        for waiting in due:
+            if waiting.until_s <= now_s and waiting in self.queue:
+                answers.append(self._expire(waiting, now_s))
+        return answers
+
+    def figures(self, now_s: float) -> tuple[Figures, ...]:
+        slots = Counter({model: self._slots(model) for model in self.queue.pools})
+        return self.queue.figures(now_s, slots)
+
+    # --- deciding ---------------------------------------------------------------------------
+
+    def _answer(self, request: PlacementRequest, holder: int, stream: int, now_s: float) -> Answer:
+        try:
+            if request.dry_run:
+                return Answer(holder, stream, request, self._decide(request, now_s))
+            return Answer(holder, stream, request, self._reserve(request, holder, now_s, 0.0))
+        except GridError as refused:
+            return Answer(holder, stream, request, refused)
+
+    def _reserve(self, request: PlacementRequest, holder: int, now_s: float, queued_ms: float) -> Decision:
+        decision = self._decide(request, now_s)
+        self._view.reserve(request, decision.chosen.unit_id, holder, now_s)
+        return decision._replace(queued_ms=queued_ms) if queued_ms else decision
+
+    def _serve_pool(self, model: str, now_s: float) -> list[Answer]:
+        answers: list[Answer] = []
+        free = self._free(model, now_s)
+        if np.count_nonzero(free):
+            wanted = np.zeros(len(free), np.bool_)
+            for line in self.queue.pools[model].lines.values():
+                wanted |= self._fit(line, model, now_s).mask
+            for row in np.flatnonzero(free & wanted).tolist():
+                answers += self._give_out(model, row, now_s)
+        return answers
+
+    def _freed(self, row: int, now_s: float) -> list[Answer]:
+        """Give out the slots of one unit."""
+        model = self._view.units[row].card.model
+        pool = self.queue.pools.get(model)
+        if pool is None or not pool.waiting or not self._is_free(row, now_s):
+            return []
+        return self._give_out(model, row, now_s)
+
+    def _give_out(self, model: str, row: int, now_s: float) -> list[Answer]:
+        answers: list[Answer] = []
+        columns = self._view.columns
+        while columns.load[row] < columns.slots[row]:
+            answer = self._pair(model, row, now_s)
+            if answer is None:
+                break
+            answers.append(answer)
+        return answers
+
+    def _pair(self, model: str, row: int, now_s: float) -> Answer | None:
+        """Serve one of those who wait by the unit at `row`; None if nobody can be."""
+        pool = self.queue.pools[model]
+        lines = [line for line in pool.lines.values() if self._fit(line, model, now_s).mask[row]]
+        order = pool.in_order(lines, LOOK_AHEAD) if lines else []
+        left = list(order)
+        while left:
+            waiting = self._best(left, row, now_s)
+            request = waiting.request
+            try:
+                outcome: Decision | GridError = self._reserve(
+                    request, waiting.holder, now_s, 1e3 * (now_s - waiting.joined_s)
+                )
+            except InternalError as bug:
+                self.queue.leave(request.reservation_id)
+                return Answer(waiting.holder, waiting.stream, request, bug)
+            except GridError:
+                left.remove(waiting)
+                continue
+            self.queue.serve(waiting, order[: order.index(waiting)], now_s)
+            return Answer(waiting.holder, waiting.stream, request, outcome)
+        return None
+
+    def _best(self, order: list[Waiting], row: int, now_s: float) -> Waiting:
+        if len(order) == 1 or order[0].urgent:
+            return order[0]
+        for waiting in order:
+            if waiting.passes >= MAX_PASSES or now_s >= waiting.passed_s + MAX_PASSED_S:
+                return waiting
+        return max(order, key=lambda waiting: self._gain_ms(waiting, row))
+
+    def _gain_ms(self, waiting: Waiting, row: int) -> float:
+        """Return how much sooner it is done there than on the usual unit, less what its best would save."""
+        view, request = self._view, waiting.request
+        gain_ms = waiting.cost_ms + waiting.best_ms - 2.0 * self._work_ms(request, np.array([row])).item(0)
+        if request.prefer_regions and view.units[row].card.region == request.prefer_regions[0]:
+            gain_ms += view.rules.prefer_region_wait_ms
+        return gain_ms
+
+    # --- waiting ----------------------------------------------------------------------------
+
+    def _waiting(
+        self,
+        request: PlacementRequest,
+        holder: int,
+        stream: int,
+        now_s: float,
+        regions: tuple[str, ...] = (),
+    ) -> Waiting:
+        model = self._view.rules.model(request.model)
+        ask = self._ask(request, model, regions)
+        waiting = Waiting(request, holder, stream, model, ask, 0.0, now_s, regions=regions)
+        if regions:
+            waiting.held_until_s = now_s + self._view.rules.prefer_region_wait_ms / 1e3
+        return waiting
+
+    def _join(self, waiting: Waiting, now_s: float, full: Saturated | None) -> Saturated | None:
+        """Let it wait, or return why not; `full` is the reason why it has to."""
+        if full is not None and not self.queue.limits.wait_ms:
+            return full
+        fit = self._fit_of(waiting, now_s)
+        rows = np.flatnonzero(fit.mask)
+        if not len(rows):
+            return full
+        self._weigh(waiting, rows)
+        try:
+            self.queue.join(waiting, self._slots(waiting.model), fit.slots, now_s)
+        except Saturated as refused:
+            if full is not None:
+                refused.details.update(full.details)
+            return refused
+        return None
+
+    def _weigh(self, waiting: Waiting, rows: Ints) -> None:
+        work_ms = self._work_ms(waiting.request, rows)
+        waiting.cost_ms, waiting.best_ms = float(work_ms.mean()), float(work_ms.min())
+
+    def _work_ms(self, request: PlacementRequest, rows: Ints) -> Floats:
+        """Return for how long it would hold a slot of each unit at `rows`."""
+        costs = price(request, self._view, self._view.forecast(request), rows)
+        return costs.prefill_ms + costs.decode_ms
+
+    def _expire(self, waiting: Waiting, now_s: float) -> Answer:
+        request, holder = waiting.request, waiting.holder
+        fit = self._fit_of(waiting, now_s)
+        refusal = self.queue.expire(waiting, self._slots(waiting.model), fit.slots, now_s)
+        outcome: Decision | GridError = refusal
+        try:
+            outcome = self._reserve(request, holder, now_s, 1e3 * (now_s - waiting.joined_s))
+        except GridError as full:
+            refusal.details.update(full.details)
+        return Answer(holder, waiting.stream, request, outcome)
+
+    def _worth_waiting(
+        self, request: PlacementRequest, holder: int, stream: int, now_s: float
+    ) -> Waiting | None:
+        """Return it as it waits for a full unit of an earlier region than any that has room, if it should."""
+        view, preferred = self._view, request.prefer_regions
+        if not preferred or not self.queue.limits.wait_ms:
+            return None
+        sifted = sift(Question(request, view, now_s))
+        full = sifted.rows_of("saturated")
+        if not len(full):
+            return None
+        tiers = region_tiers(view, preferred)
+        free_tier = tiers[sifted.rows].min(initial=len(preferred))
+        for tier in np.unique(tiers[full]).astype(int).tolist():
+            if tier >= free_tier:
+                return None
+            waiting = self._waiting(request, holder, stream, now_s, preferred[: tier + 1])
+            fit = self._fit_of(waiting, now_s)
+            self._weigh(waiting, np.flatnonzero(fit.mask))
+            wait_ms = self.queue.wait_ms(waiting, self._slots(waiting.model), fit.slots, now_s)
+            if wait_ms <= view.rules.prefer_region_wait_ms:
+                return waiting
+        return None
+
+    # --- what fits --------------------------------------------------------------------------
+
+    def _ask(self, request: PlacementRequest, model: str, regions: tuple[str, ...]) -> Hashable:
+        """Return what is equal for requests that fit the same units."""
+        least = self._view.remembered(("context", model), lambda: self._least_context(model))
+        return (
+            *(request.task, request.avoid_models, request.allowed_regions, request.lowest_precision),
+            *(request.min_memory_mb, request.exclude_units, regions),
+            # An answer that fits the context of every unit asks for no particular one.
+            request.max_output_tokens if request.max_output_tokens >= least else 0,
+        )
+
+    def _least_context(self, model: str) -> int:
+        return int(self._view.columns.context_tokens[self._rows(model)].min(initial=0))
+
+    def _rows(self, model: str) -> Ints:
+        view = self._view
+        return np.flatnonzero(view.columns.model == view.models.number(model))
+
+    def _slots(self, model: str) -> int:
+        """Return how many of the model's requests run at once."""
+        columns = self._view.columns
+        return self._view.remembered(
+            ("slots", model), lambda: int(columns.max_running[self._rows(model)].sum())
+        )
+
+    def _fit_of(self, waiting: Waiting, now_s: float) -> Fit:
+        pool = self.queue.pools.get(waiting.model)
+        line = None if pool is None else pool.lines.get(waiting.ask)
+        return self._fit(Line(waiting) if line is None else line, waiting.model, now_s)
+
+    def _fit(self, line: Line, model: str, now_s: float) -> Fit:
+        view = self._view
+        if line.fit is None or line.fit.fleet_version != view.version:
+            mask: Mask = standing(Question(line.first, view, now_s)).broken < 0
+            if line.regions:
+                mask &= view.regions.where(lambda region: region in line.regions)[view.columns.region]
+            line.fit = Fit(view.version, mask, int(view.columns.max_running[mask].sum()))
+        return line.fit
+
+    def _free(self, model: str, now_s: float) -> Mask:
+        view, columns = self._view, self._view.columns
+        free: Mask = (columns.model == view.models.number(model)) & (columns.load < columns.slots)
+        for momentary in (view.fresh(now_s)[0], view.healthy(now_s)):
+            if momentary is not None:
+                free = free & momentary
+        return free
+
+    def _is_free(self, row: int, now_s: float) -> bool:
+        view, columns = self._view, self._view.columns
+        if columns.load[row] >= columns.slots[row]:
+            return False
+        return all(
+            momentary is None or bool(momentary[row])
+            for momentary in (view.fresh(now_s)[0], view.healthy(now_s))
+        )
