@@ -43,6 +43,7 @@ from grid.tracing.spans import Kind
 from grid.wire.link import Link, LinkStream
 from grid.wire.messages import Cancel, Done, Submit, Tokens, WireMessage
 from grid.words import Decision, Sampling, Usage
+from placement.lines import URGENT
 
 STREAM_BASE_BYTES = 64 * 1024
 STREAM_BYTES_PER_TOKEN = 256
@@ -280,6 +281,7 @@ class Delivery:
             max_output_tokens=order.rest_tokens,
             exclude_units=order.excluded,
             prefix=self._prefix.hashes,
+            priority=URGENT if order.emitted_tokens else 0,
             deadline_ms=left_s * 1000,
             traceparent="" if span is None else span.traceparent,
         )
