@@ -64,6 +64,9 @@ class Placement(Section):
     """Requests that wait in all; each takes about 2 KB."""
     queue_max_per_tenant: int = Field(2_000, ge=1, le=1_000_000)
     """Requests that wait of one tenant."""
+    isolated_share_max: float = Field(0.5, ge=0, le=1)
+    """Of a model's capacity, the share that may be isolated at once for failing; one unit always goes on,
+    unless it answers nothing at all."""
 
 
 class Observe(Section):

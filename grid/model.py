@@ -25,6 +25,8 @@ class Simulated(Section):
     full_speed: bool = False
     answer_tokens: int = Field(0, ge=0, le=65_536)
     """Mean length at which an answer ends by itself; 0: every answer runs to its max_output_tokens."""
+    fail_every: int = Field(0, ge=0)
+    """Every so-many-th request of a unit breaks halfway, to try isolation out; 0: none."""
 
 
 SIMULATED_GPU = "H100"
@@ -85,6 +87,8 @@ class Pool(Section):
     min_units: int = Field(1, ge=0, le=10_000)
     max_units: int | None = Field(None, ge=0, le=10_000)
     """None: as many as `min_units`."""
+    simulated: Simulated | None = None
+    """What its simulated units do otherwise than the model's others."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Pool:
@@ -186,6 +190,8 @@ class Model(Section):
     def _of(self, pool: Pool) -> Model:
         given = pool.model_dump(exclude={"name", "precision"}, exclude_none=True)
         given.setdefault("max_units", pool.min_units)
+        if pool.simulated is not None:
+            given["simulated"] = self.simulated.model_dump() | pool.simulated.model_dump(exclude_unset=True)
         model = self._with(pools=(), **given)
         return model.at(Precision.parse(pool.precision)) if pool.precision else model
 

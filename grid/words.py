@@ -347,6 +347,24 @@ class FleetUnit(NamedTuple):
     reserved: int
     """Reservations on the unit, seen by it or not."""
     sample_age_ms: float
+    isolated: str = ""
+    """Why it gets no work though it is ready: it failed too often; "" for a unit that is trusted."""
+
+
+class Condemned(NamedTuple):
+    """A unit that placement does not trust again; the supervisor replaces it."""
+
+    unit_id: str
+    incarnation: str
+    reason: str
+    is_isolated: bool
+    """False for one that still serves, because too much of its model would be away without it."""
+
+
+class Outlook(NamedTuple):
+    """What placement sees of the cell that the supervisor acts on."""
+
+    condemned: tuple[Condemned, ...] = ()
 
 
 class FleetGpu(NamedTuple):

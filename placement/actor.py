@@ -34,8 +34,9 @@ from grid.wire.messages import (
     Watch,
     WireMessage,
 )
-from grid.words import Decision, FleetUnit, PlacementRequest, UnitState
+from grid.words import Decision, FleetUnit, Outlook, PlacementRequest, UnitCard, UnitState
 from placement import traces
+from placement.canary import Canaries
 from placement.decide import decide
 from placement.dispatch import Answer, Dispatch
 from placement.fleet import Rules, View
@@ -65,6 +66,7 @@ def rules_of(config: Config) -> Rules:
         lease_s=config.placement.lease_s,
         stale_after_s=config.placement.stale_after_ms / 1e3,
         prefer_region_wait_ms=config.placement.prefer_region_wait_ms,
+        isolated_share_max=config.placement.isolated_share_max,
     )
 
 
@@ -114,6 +116,7 @@ class PlacementActor:
         self._mass_stale = False
         self._tracer: ExportingTracer | None = None
         self._server: LinkServer | None = None
+        self._canaries: Canaries | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._address: asyncio.Task[tuple[str, int]] | None = None
         gateways, units, nodes = frozenset({"gateway"}), frozenset({"unit"}), frozenset({"node"})
@@ -146,6 +149,7 @@ class PlacementActor:
         self._server = LinkServer(
             role="placement", peer_id=self._config.cell.name, secret=secret, handler=self
         )
+        self._canaries = Canaries(peer_id=self._config.cell.name, secret=secret, ended=self._canary_ended)
         self._tracer = open_tracer(
             self._config.tracing, "placement", self._config.cell.name, self._config.cell.region
         )
@@ -161,6 +165,8 @@ class PlacementActor:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
+        if self._canaries is not None:
+            await self._canaries.close()
         if self._server is not None:
             await self._server.close()
         if self._tracer is not None:
@@ -178,7 +184,12 @@ class PlacementActor:
             "dropped": dict(self._view.dropped + self._view.gpus.dropped),
             "last_flaw": self._view.last_flaw or self._view.gpus.last_flaw,
             "gpu_faults": self._view.gpus.faults(),
+            "isolated": dict(self._view.isolated_units()),
         }
+
+    async def outlook(self) -> Outlook:
+        """Return what the supervisor should act on."""
+        return Outlook(tuple(self._view.condemned()))
 
     def figures(self) -> dict[str, float]:
         """Return the percentiles of the newest decisions, and what is held."""
@@ -367,8 +378,17 @@ class PlacementActor:
             self._mass_stale = mass_stale
             level = logging.ERROR if mass_stale else logging.INFO
             log.log(level, "most units stale together: %s; reservations are trusted meanwhile", mass_stale)
+        assert self._canaries is not None
+        for card in self._view.canaries_due(now_s):
+            self._canaries.send(card)
         if now_s - self._pushed_s >= PUSH_PERIOD_S:
             self._push_all()
+
+    def _canary_ended(self, card: UnitCard, flaw: str | None) -> None:
+        self._counts["canaries"] += 1
+        self._counts["canaries_failed"] += bool(flaw)
+        self._view.canary_ended(card, flaw, self._clock())
+        self._push_if_changed()
 
     # --- pushing the view -------------------------------------------------------------------
 

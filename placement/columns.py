@@ -29,7 +29,7 @@ _DTYPES: dict[str, Any] = {
     "slots": np.int64,
     "state": np.int64,
     "drained": np.bool_,
-    "suspect_until_s": np.float64,
+    "isolated": np.bool_,
     "sampled_s": np.float64,
     "reported": np.int64,
     "kv_tokens_free": np.int64,
@@ -67,7 +67,8 @@ class Columns:
     state: Ints
     drained: Mask
     """By an operator; the unit's own draining is a state."""
-    suspect_until_s: Floats
+    isolated: Mask
+    """Left alone because it failed too often."""
     sampled_s: Floats
     """Observed time of the newest sample; -inf before the first."""
     reported: Ints

@@ -249,13 +249,13 @@ def _draining_detail(q: Question, row: int) -> str:
     return "is draining: it finishes what it runs and takes nothing new"
 
 
-def _healthy(q: Question) -> Mask | None:
-    return q.view.healthy(q.now_s)
+def _isolated(q: Question) -> Mask:
+    passes: Mask = ~q.view.columns.isolated
+    return passes
 
 
-def _healthy_detail(q: Question, row: int) -> str:
-    failures, left_s = q.view.units[row].health.failures, q.view.suspect_for_s(row, q.now_s)
-    return f"failed {failures} requests in a row and is left alone for {left_s:.1f} s more"
+def _isolated_detail(q: Question, row: int) -> str:
+    return f"is isolated: {q.view.isolated(q.view.units[row].card.unit_id)}"
 
 
 def _fresh(q: Question) -> Mask | None:
@@ -291,7 +291,7 @@ RULES: dict[str, Rule] = {
     "gpu": Rule("a GPU without a fatal error", _gpu, _gpu_detail),
     "state": Rule("started, and not failed", _state, _state_detail),
     "draining": Rule("not draining", _draining, _draining_detail),
-    "unhealthy": Rule("not failing again and again", _healthy, _healthy_detail, momentary=True),
+    "isolated": Rule("not isolated for failing too often", _isolated, _isolated_detail),
     "stale": Rule("a sample that is fresh; else saturated", _fresh, _fresh_detail, momentary=True),
     "saturated": Rule("a free slot", _room, _room_detail, momentary=True),
 }

@@ -26,6 +26,7 @@ import numpy as np
 from grid.errors import InvalidRequest, Saturated
 from grid.words import (
     UNKNOWN,
+    Condemned,
     FleetGpu,
     FleetUnit,
     GpuSample,
@@ -38,7 +39,7 @@ from grid.words import (
 from placement import cost, freshness
 from placement.columns import Columns, Mask, Names
 from placement.gpus import Gpus
-from placement.health import Health
+from placement.isolation import Isolation, Serving
 from placement.learning import LESSON_GAP_S, PUBLISH_S, STUDY_S, Learning
 from placement.lengths import Forecast
 from placement.loads import Loads, slots
@@ -66,6 +67,7 @@ class Rules:
     lease_s: float = 30.0
     stale_after_s: float = 0.5
     prefer_region_wait_ms: float = 2000.0
+    isolated_share_max: float = 0.5
 
     def model(self, name: str) -> str:
         """Return the model that `name` stands for: an alias' target, else itself."""
@@ -88,12 +90,11 @@ class Unit:
     """When a sample was last learned from."""
     taught_s: float = -np.inf
     """When a request last taught its speed."""
-    health: Health = field(default_factory=Health)
 
 
 class View:
-    """`version` rises when a unit joins, leaves, changes state or is drained, and when a GPU becomes faulty;
-    not with every sample."""
+    """`version` rises when a unit joins, leaves, changes state, is drained or isolated, and when a GPU
+    becomes faulty; not with every sample."""
 
     def __init__(self, rules: Rules, now_s: float, first_version: int = 1) -> None:
         self.rules = rules
@@ -117,11 +118,10 @@ class View:
         self._learning = Learning()
         self.prefixes = Prefixes()
         self._published_s = -np.inf
-        # Bounds over all units, so that the usual question, whether all are fine, is one comparison.
+        # A bound over all units, so that the usual question, whether all are fresh, is one comparison.
         self._sampled_since_s = np.inf
         """No newest sample is older than this."""
-        self._suspect_until_s = -np.inf
-        """No unit is suspect for longer than this."""
+        self._isolation = Isolation(rules.isolated_share_max)
 
     # --- membership -------------------------------------------------------------------------
 
@@ -142,6 +142,7 @@ class View:
         for reservation in self._ledger.of_unit(card.unit_id):
             if reservation.incarnation != card.incarnation:
                 self._ledger.pop(reservation.reservation_id)
+        self._isolation.join(card)
         self._append(card, link)
         self._changed()
 
@@ -183,9 +184,37 @@ class View:
             self._changed()
         return is_new
 
+    def canaries_due(self, now_s: float) -> list[UnitCard]:
+        """Return the units to which a canary is to be sent now; `canary_ended` must follow for each."""
+        return self._isolation.canaries_due(self._clock.read(now_s))
+
+    def canary_ended(self, card: UnitCard, flaw: str | None, now_s: float) -> None:
+        """Take how a canary went: "" well, None nobody knows, else what was wrong."""
+        if self._isolation.canary_ended(card, flaw, self._clock.read(now_s)):
+            self._changed()
+
     def _changed(self) -> None:
         self.version += 1
         self._remembered.clear()
+        self._judge()
+
+    def _judge(self) -> None:
+        """Say anew which units are isolated: what there is, or what is held against it, has changed."""
+        suspects = self._isolation.suspects
+        if not suspects and not self._isolation.isolated:
+            return
+        columns = self.columns
+        able = (columns.state == UnitState.READY) & ~columns.drained
+        if self.gpus.has_faults():
+            able &= [not self.gpus.fault(unit.card) for unit in self.units]
+        serving = []
+        for model, names in suspects.items():
+            of_model = able & (columns.model == self.models.number(model))
+            there = [name for name in names if name in self._rows and of_model[self._rows[name]]]
+            serving.append(Serving(int(of_model.sum()), int(columns.capacity[of_model].sum()), there))
+        self._isolation.judge(serving, self._clock.observed_s)
+        columns.isolated[:] = False
+        columns.isolated[[self._rows[name] for name in self._isolation.isolated]] = True
 
     def _append(self, card: UnitCard, link: int) -> None:
         columns, row = self.columns, self.columns.append()
@@ -199,7 +228,6 @@ class View:
         columns.slots[row] = slots(card)
         columns.state[row] = UnitState.STARTING
         columns.drained[row] = card.unit_id in self._drained
-        columns.suspect_until_s[row] = -np.inf
         columns.sampled_s[row] = self._sampled_since_s = -np.inf
         no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
         speed = self._learning.join(card)
@@ -332,10 +360,9 @@ class View:
             self._learn(reservation, row, spent, answer_prefix, observed_s)
         self._end(reservation_id)
         if row is not None:
-            until_s = self.units[row].health.settled(outcome, reservation.made_s, observed_s)
-            if until_s is not None:
-                self.columns.suspect_until_s[row] = until_s
-                self._suspect_until_s = max(self._suspect_until_s, until_s)
+            card = self.units[row].card
+            if self._isolation.settled(card, outcome, reservation.made_s, observed_s):
+                self._changed()
         return True
 
     def _learn(
@@ -464,16 +491,17 @@ class View:
             return None, False
         return freshness.fresh(sampled_s, observed_s, self.rules.stale_after_s)
 
-    def suspect_for_s(self, row: int, now_s: float) -> float:
-        return float(self.columns.suspect_until_s[row]) - self._clock.read(now_s)
+    def isolated(self, unit_id: str) -> str:
+        """Return why a unit gets no work though it could, "" for one that may get some."""
+        return self._isolation.isolated.get(unit_id, "")
 
-    def healthy(self, now_s: float) -> Mask | None:
-        """Return which units may be trusted with work after what failed on them; None for all."""
-        observed_s = self._clock.read(now_s)
-        if self._suspect_until_s <= observed_s:
-            return None
-        healthy: Mask = self.columns.suspect_until_s <= observed_s
-        return healthy
+    def isolated_units(self) -> Mapping[str, str]:
+        """Return why, by unit, for all that are isolated."""
+        return self._isolation.isolated
+
+    def condemned(self) -> list[Condemned]:
+        """Return the units that are to be replaced."""
+        return self._isolation.condemned()
 
     def sample_age_s(self, row: int, now_s: float) -> float:
         """Age of the newest sample in observed time; inf before the first."""
@@ -495,5 +523,6 @@ class View:
                 load = load._replace(state=int(UnitState.DRAINING))
             age_s = self.sample_age_s(row, now_s)
             age_ms = 1e3 * age_s if age_s < np.inf else UNKNOWN
-            rows.append(FleetUnit(unit.card, load, self._ledger.count_of_unit(unit.card.unit_id), age_ms))
+            held = self._ledger.count_of_unit(unit.card.unit_id)
+            rows.append(FleetUnit(unit.card, load, held, age_ms, self.isolated(unit.card.unit_id)))
         return tuple(rows)

@@ -25,13 +25,14 @@ class ObservedClock:
 
     def __init__(self, now_s: float) -> None:
         self._ticked_s = now_s
-        self._observed_s = 0.0
+        self.observed_s = 0.0
+        """At the newest tick."""
 
     def read(self, now_s: float) -> float:
-        return self._observed_s + min(max(now_s - self._ticked_s, 0.0), PUNCTUAL_S)
+        return self.observed_s + min(max(now_s - self._ticked_s, 0.0), PUNCTUAL_S)
 
     def tick(self, now_s: float) -> None:
-        self._observed_s = self.read(now_s)
+        self.observed_s = self.read(now_s)
         self._ticked_s = now_s
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FIGURES_PER_S = 4.0
 """How often the screen is drawn; the view of the fleet behind it is at most a second old."""
 BAR_CHARS = 8
-STYLES = {"ready": "green", "failed": "bold red", "starting": "cyan"}
+STYLES = {"ready": "green", "failed": "bold red", "isolated": "bold red", "starting": "cyan"}
 """Of a unit's state; draining ones are yellow."""
 
 

@@ -175,7 +175,9 @@ def capacity(units: Iterable[FleetUnit], models: frozenset[str] | None) -> float
     return sum(
         unit.card.cu_factor
         for unit in units
-        if unit.load.state == UnitState.READY and (models is None or unit.card.model in models)
+        if unit.load.state == UnitState.READY
+        and not unit.isolated
+        and (models is None or unit.card.model in models)
     )
 
 

@@ -119,8 +119,11 @@ async def revoke_key(call: InCall, key_id: str) -> Json:
 
 
 def state_of(unit: FleetUnit) -> str:
-    """Return a unit's state for people: `drained` once a draining unit has nothing left to do."""
+    """Return a unit's state for people: `drained` once a draining unit has nothing left to do, `isolated` for
+    a ready one that gets no work because it failed."""
     load = unit.load
+    if load.state == UnitState.READY and unit.isolated:
+        return "isolated"
     if load.state == UnitState.DRAINING and not (load.running or load.waiting or unit.reserved):
         return "drained"
     return UnitState(load.state).name.lower()
@@ -133,6 +136,7 @@ def unit_view(unit: FleetUnit) -> dict[str, Any]:
         "model": card.model,
         "task": Task(card.task).name.lower(),
         "state": state_of(unit),
+        "isolated": unit.isolated or None,
         "simulated": card.simulated,
         "region": card.region,
         "node_id": card.node_id,

@@ -218,6 +218,8 @@ def health(unit: FleetUnit, stale_after_ms: float) -> str:
     state = UnitState(unit.load.state)
     if state is not UnitState.READY:
         return state.name.lower()
+    if unit.isolated:
+        return "isolated"
     return "healthy" if 0 <= unit.sample_age_ms <= stale_after_ms else "stale"
 
 

@@ -25,7 +25,7 @@ from grid.engines.packing import (
     prompt_hash,
     split_system,
 )
-from grid.errors import UnitLost
+from grid.errors import GridError, InternalError, UnitLost
 from grid.hardware import catalogue
 from grid.words import UNKNOWN, FinishReason, Message, Precision
 
@@ -47,6 +47,8 @@ class SimulatedEngine:
         self._seed = settings.seed
         self._answer_tokens = settings.answer_tokens
         self._full_speed = settings.full_speed
+        self._fail_every = settings.fail_every
+        self._generations = 0
         prefill = catalogue.prefill_tokens_per_s(gpu.name, parameters_b, precision, model.gpus)
         decode_ms = catalogue.decode_ms_per_token(gpu.name, parameters_b, precision, model.gpus)
         bandwidth = gpu.bandwidth_gb_per_s * 1e9 * catalogue.BANDWIDTH_EFFICIENCY * (model.gpus or 1.0)
@@ -121,7 +123,13 @@ class SimulatedEngine:
             priority=generation.priority,
         )
         answer = self._answers[request] = _Answer(
-            self, request, sink, key=key, index=len(emitted), end_reason=reason
+            self,
+            request,
+            sink,
+            key=key,
+            index=len(emitted),
+            end_reason=reason,
+            breaks_after=self._breaks_after(allowed),
         )
         if allowed == 0:
             asyncio.get_running_loop().call_soon(answer.end_at_once)
@@ -129,6 +137,12 @@ class SimulatedEngine:
             self._batch.add(request)
             self._work.set()
         return answer
+
+    def _breaks_after(self, allowed: int) -> int:
+        """Return the number of tokens at which the next generation breaks, 0 for one that doesn't."""
+        self._generations += 1
+        fails = self._fail_every and self._generations % self._fail_every == 0
+        return -(-allowed // 2) if fails else 0
 
     def load(self) -> EngineLoad:
         batch = self._batch
@@ -192,7 +206,7 @@ class SimulatedEngine:
 class _Answer:
     """One generation in the batch, and where its steps go."""
 
-    __slots__ = ("_end_reason", "_engine", "_index", "_key", "_request", "_sink")
+    __slots__ = ("_breaks_after", "_end_reason", "_engine", "_index", "_key", "_request", "_sink")
 
     def __init__(
         self,
@@ -203,6 +217,7 @@ class _Answer:
         key: int,
         index: int,
         end_reason: FinishReason,
+        breaks_after: int,
     ) -> None:
         self._engine = engine
         self._request = request
@@ -210,6 +225,8 @@ class _Answer:
         self._key = key
         self._index = index
         self._end_reason = end_reason
+        self._breaks_after = breaks_after
+        """Tokens that are still given before a simulated fault; 0 for none."""
 
     def advance(self) -> None:
         """The request has its next token."""
@@ -225,7 +242,10 @@ class _Answer:
             request.take_seconds(),
         )
         self._sink.step(step)
-        if finished:
+        self._breaks_after -= 1
+        if self._breaks_after == 0:
+            self._release(InternalError("a fault that `simulated.fail_every` asks for"))
+        elif finished:
             self._release(None)
 
     def end_at_once(self) -> None:
@@ -240,7 +260,7 @@ class _Answer:
     def lose(self, error: UnitLost) -> None:
         self._release(error)
 
-    def _release(self, error: UnitLost | None) -> None:
+    def _release(self, error: GridError | None) -> None:
         if self._engine._answers.pop(self._request, None) is not None:
             self._engine._batch.abort(self._request)
             self._sink.released(error)

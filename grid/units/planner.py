@@ -23,6 +23,7 @@ from grid.engines.variants import NoVariant
 from grid.errors import InvalidRequest
 from grid.units.gpu_room import Gpu, NoRoom
 from grid.units.nodes import REGION_LABEL, Node, Owner, demands, gpus_for, on_node
+from grid.words import Condemned, Outlook
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 60.0
@@ -44,6 +45,9 @@ START_LIMIT_S = 900.0
 """A large model on a cold disk takes minutes."""
 
 FAILURES_KEPT = 8
+
+REPLACE_GRACE_S = 10.0
+"""Of a unit that fails often, most streams still end well; what takes longer goes on elsewhere."""
 
 UNIT_PREFIX = "unit-"
 """Of every unit's id; no other actor of the cell has it."""
@@ -81,6 +85,7 @@ class Adopted(NamedTuple):
     model: str
     node_id: str
     gpu_uuids: tuple[str, ...] = ()
+    incarnation: str = ""
 
 
 class Placed(NamedTuple):
@@ -91,6 +96,7 @@ class Ready(NamedTuple):
     unit_id: str
     gpu_uuids: tuple[str, ...] = ()
     """As the unit itself found them."""
+    incarnation: str = ""
 
 
 class Ended(NamedTuple):
@@ -109,6 +115,12 @@ class Scale(NamedTuple):
     """Its label; "" for a model without pools. Raises InvalidRequest for one that there isn't."""
 
 
+class Seen(NamedTuple):
+    """What placement sees of the cell now."""
+
+    outlook: Outlook
+
+
 class StopAll(NamedTuple):
     pass
 
@@ -117,7 +129,7 @@ class Tick(NamedTuple):
     pass
 
 
-Event = NodesSeen | Adopted | Placed | Ready | Ended | Scale | StopAll | Tick
+Event = NodesSeen | Adopted | Placed | Ready | Ended | Scale | Seen | StopAll | Tick
 
 
 # --- effects --------------------------------------------------------------------------------
@@ -138,6 +150,8 @@ class StartUnit(NamedTuple):
 class StopUnit(NamedTuple):
     unit_id: str
     reason: str
+    grace_s: float = 0.0
+    """How long what runs on it may go on; nothing new comes meanwhile."""
 
 
 Effect = StartUnit | StopUnit
@@ -155,6 +169,8 @@ class _Unit:
     stage: Stage
     since_s: float
     gpu_uuids: tuple[str, ...] = ()
+    incarnation: str = ""
+    """Known once it is ready."""
 
 
 @dataclass(slots=True)
@@ -200,18 +216,22 @@ class Planner:
         match event:
             case NodesSeen(nodes):
                 self._nodes = nodes
-            case Adopted(unit_id, model, node_id, gpu_uuids):
+            case Adopted(unit_id, model, node_id, gpu_uuids, incarnation):
                 pool = self._pool_of(unit_id, model)
-                self._units[unit_id] = _Unit(unit_id, pool, node_id, Stage.READY, now_s, gpu_uuids)
+                self._units[unit_id] = _Unit(
+                    unit_id, pool, node_id, Stage.READY, now_s, gpu_uuids, incarnation
+                )
             case Placed(unit_id):
                 self._move(unit_id, Stage.LOADING, now_s)
-            case Ready(unit_id, gpu_uuids):
-                self._move(unit_id, Stage.READY, now_s, gpu_uuids)
+            case Ready(unit_id, gpu_uuids, incarnation):
+                self._move(unit_id, Stage.READY, now_s, gpu_uuids, incarnation)
             case Ended(unit_id, reason):
                 self._ended(unit_id, reason, now_s)
             case Scale(model, units, pool):
                 wish = self._wish(model, pool)
                 wish.units = min(max(units, wish.model.min_units), wish.model.max_units)
+            case Seen(outlook):
+                effects += [e for unit in outlook.condemned for e in self._replace(unit, now_s)]
             case StopAll():
                 self._is_stopping = True
             case Tick():
@@ -224,11 +244,19 @@ class Planner:
 
     # --- what happened ----------------------------------------------------------------------
 
-    def _move(self, unit_id: str, stage: Stage, now_s: float, gpu_uuids: tuple[str, ...] = ()) -> None:
+    def _move(
+        self,
+        unit_id: str,
+        stage: Stage,
+        now_s: float,
+        gpu_uuids: tuple[str, ...] = (),
+        incarnation: str = "",
+    ) -> None:
         unit = self._units.get(unit_id)
         if unit is not None and unit.stage is not Stage.STOPPING:
             unit.stage, unit.since_s = stage, now_s
             unit.gpu_uuids = gpu_uuids or unit.gpu_uuids
+            unit.incarnation = incarnation
 
     def _ended(self, unit_id: str, reason: str, now_s: float) -> None:
         unit = self._units.pop(unit_id, None)
@@ -302,9 +330,20 @@ class Planner:
                 effects.append(self._stop(unit, reason, now_s))
         return effects
 
-    def _stop(self, unit: _Unit, reason: str, now_s: float) -> Effect:
+    def _replace(self, condemned: Condemned, now_s: float) -> list[Effect]:
+        """Stop a unit that placement does not trust: its pool then lacks one, and the next start fills it."""
+        unit = self._units.get(condemned.unit_id)
+        if unit is None or unit.stage is not Stage.READY or unit.incarnation != condemned.incarnation:
+            return []
+        wish = self._wishes[unit.pool]
+        if not condemned.is_isolated and any(u.stage is not Stage.READY for u in self._of(wish)):
+            return []  # it still serves, and others of its pool don't yet
+        self._failed(wish, f"{unit.unit_id}: {condemned.reason}", now_s - unit.since_s, now_s)
+        return [self._stop(unit, condemned.reason, now_s, REPLACE_GRACE_S)]
+
+    def _stop(self, unit: _Unit, reason: str, now_s: float, grace_s: float = 0.0) -> Effect:
         unit.stage, unit.since_s = Stage.STOPPING, now_s
-        return StopUnit(unit.unit_id, reason)
+        return StopUnit(unit.unit_id, reason, grace_s)
 
     def _start(self, wish: _Wish, now_s: float) -> Effect | None:
         model = wish.model

@@ -23,7 +23,8 @@ from grid.errors import GridError
 from grid.units import planner as plan
 from grid.units.nodes import REGION_LABEL, Node, demands
 from grid.units.probes import NODE_ID_LABEL, PROBE_PREFIX, Probes
-from grid.units.ray_unit import NAMESPACE, RayUnit
+from grid.units.ray_unit import NAMESPACE, PLACEMENT, RayUnit
+from grid.words import Outlook
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ UNIT_CONCURRENCY = 100
 """Calls that a unit actor takes at a time: the supervisor's few and an operator's."""
 
 NAME_PERIOD_S = 0.05
+IDLE_PERIOD_S = 0.1
 MAX_REASON_CHARACTERS = 500
 
 
@@ -59,6 +61,7 @@ class SupervisorActor:
         self._polling: asyncio.Task[None] | None = None
         self._stops: set[asyncio.Task[None]] = set()
         self._lacking: Set[tuple[str, str]] = frozenset()
+        self._placement: Any = None
 
     # --- what others call -------------------------------------------------------------------
 
@@ -111,6 +114,7 @@ class SupervisorActor:
                 self._apply(plan.NodesSeen(await self._see_nodes()))
             except RayError:
                 log.exception("the nodes of the cluster can't be read; trying again")
+            self._apply(plan.Seen(await self._outlook()))
             self._apply(plan.Tick())
             self._say_what_waits()
 
@@ -129,15 +133,27 @@ class SupervisorActor:
     async def _see_nodes(self) -> tuple[Node, ...]:
         return await self._probes.see(await asyncio.to_thread(_nodes))
 
+    async def _outlook(self) -> Outlook:
+        """Return what placement sees; nothing while it is away, which the next poll makes good."""
+        try:
+            if self._placement is None:
+                self._placement = ray.get_actor(PLACEMENT, namespace=NAMESPACE)
+            seen: Outlook = await asyncio.wait_for(self._placement.outlook.remote(), PING_LIMIT_S)
+        except (RayError, ValueError, TimeoutError) as error:
+            self._placement = None
+            log.debug("placement does not answer: %s", _reason(error))
+            return Outlook()
+        return seen
+
     def _apply(self, event: plan.Event) -> None:
         for effect in self._planner.handle(event, time.monotonic()):
             match effect:
                 case plan.StartUnit(unit_id):
                     log.info("starting %s on node %s", unit_id, effect.node_id)
                     self._live(unit_id, self._run(effect))
-                case plan.StopUnit(unit_id, reason):
+                case plan.StopUnit(unit_id, reason, grace_s):
                     log.info("stopping %s: %s", unit_id, reason)
-                    self._keep(self._stop(unit_id))
+                    self._keep(self._stop(unit_id, grace_s))
 
     async def _adopt(self) -> None:
         """Take over ready units; kill those that an earlier supervisor left half-started."""
@@ -157,7 +173,11 @@ class SupervisorActor:
                 continue
             self._handles[name] = handle
             card = found["card"]
-            self._apply(plan.Adopted(name, card["model"], card["node_id"], tuple(card["gpu_uuids"])))
+            self._apply(
+                plan.Adopted(
+                    name, card["model"], card["node_id"], tuple(card["gpu_uuids"]), card["incarnation"]
+                )
+            )
             self._live(name, self._watch_to_end(name, handle))
 
     # --- the life of one unit ---------------------------------------------------------------
@@ -172,7 +192,7 @@ class SupervisorActor:
             await handle.ping.remote()
             self._apply(plan.Placed(start.unit_id))
             card = await handle.start.remote()
-            self._apply(plan.Ready(start.unit_id, card.gpu_uuids))
+            self._apply(plan.Ready(start.unit_id, card.gpu_uuids, card.incarnation))
         except (RayError, ValueError, GridError) as error:
             await self._end(start.unit_id, _reason(error))
         else:
@@ -209,11 +229,18 @@ class SupervisorActor:
             reason = _reason(error)
         await self._end(unit_id, reason)
 
-    async def _stop(self, unit_id: str) -> None:
-        """Let the unit close its links and engine, then kill it; its life's task sees the end."""
+    async def _stop(self, unit_id: str, grace_s: float) -> None:
+        """Let the unit end its streams within `grace_s`, close its links and engine, then kill it; its life's
+        task sees the end."""
         handle = self._handles.get(unit_id)
         if handle is None:
             return
+        try:
+            if grace_s:
+                async with asyncio.timeout(grace_s):
+                    await _until_idle(handle)
+        except (RayError, TimeoutError) as error:
+            log.info("%s did not become idle: %s", unit_id, _reason(error))
         try:
             await asyncio.wait_for(handle.stop.remote(), STOP_LIMIT_S)
         except (RayError, TimeoutError) as error:
@@ -232,6 +259,16 @@ class SupervisorActor:
         task = asyncio.get_running_loop().create_task(work)
         self._stops.add(task)
         task.add_done_callback(self._stops.discard)
+
+
+async def _until_idle(handle: Any) -> None:
+    """Let a unit take nothing new, and return when nothing runs on it."""
+    await handle.drain.remote()
+    while True:
+        load = (await handle.describe.remote())["load"]
+        if not load["running"] + load["waiting"]:
+            return
+        await asyncio.sleep(IDLE_PERIOD_S)
 
 
 async def _watch(handle: Any) -> str:

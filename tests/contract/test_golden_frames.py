@@ -236,7 +236,7 @@ EXAMPLES: tuple[WireMessage, ...] = (
     Fleet(
         stream=6,
         version=12,
-        units=(FleetUnit(card=CARD, load=LOAD, reserved=4, sample_age_ms=55.5),),
+        units=(FleetUnit(card=CARD, load=LOAD, reserved=4, sample_age_ms=55.5, isolated="failed 2 of 20"),),
         gpus=(FleetGpu("node-a", GPU, GPU_SAMPLE, 20.5, ("unit-smollm2-0",)),),
     ),
     DrainUnit(stream=7, unit_id="unit-smollm2-0", draining=False, restart=True),
@@ -405,13 +405,13 @@ def test_trailing_fields_that_an_older_peer_lacks_take_their_defaults(message: W
 
 def test_records_inside_a_message_grow_and_lack_fields_alike() -> None:
     frame = golden()["Fleet"]
-    [[stream, version, [[card, load, reserved, age_ms]], _gpus]] = msgspec.msgpack.decode(
+    [[stream, version, [[card, load, reserved, age_ms, isolated]], _gpus]] = msgspec.msgpack.decode(
         frame[HEADER_BYTES:]
     )
     newer_card, older_load = [*card, "zone-b", 7], load[:9]
-    fields = [stream, version, [[newer_card, older_load, reserved, age_ms, "new"]]]
+    fields = [stream, version, [[newer_card, older_load, reserved, age_ms, isolated, "new"]]]
     defaults = UnitLoad._field_defaults
-    unit = FleetUnit(CARD, LOAD._replace(**defaults), 4, 55.5)
+    unit = FleetUnit(CARD, LOAD._replace(**defaults), 4, 55.5, isolated)
     assert Decoder().feed(reframed(frame, fields)) == [Fleet(6, 12, (unit,))]
 
 

@@ -141,11 +141,14 @@ def test_avoided_names_without_any() -> None:
     assert avoided_names(("",), {"a": "b"}) == frozenset()
 
 
-def _fail_thrice(view: View) -> None:
-    for attempt in range(3):
+def _isolate(view: View, card: UnitCard) -> None:
+    view.join(card._replace(unit_id="u1"), 2)
+    view.report([make_load(card, unit_id="u1")], 2, NOW_S)
+    for attempt in range(2):
+        view.tick(NOW_S + attempt)
         request = make_request(attempt=attempt)
-        view.reserve(request, "u0", holder=9, now_s=NOW_S)
-        view.settle(request.reservation_id, "failed", NOW_S)
+        view.reserve(request, "u0", holder=9, now_s=NOW_S + attempt)
+        view.settle(request.reservation_id, "failed", NOW_S + attempt)
 
 
 def _enter(state: UnitState) -> Callable[[View, UnitCard], object]:
@@ -166,7 +169,7 @@ STATE_CASES: list[tuple[str, Callable[[View, UnitCard], object], list[str]]] = [
     ("state", _enter(UnitState.STARTING), ["starting"]),
     ("draining", _enter(UnitState.DRAINING), ["draining"]),
     ("draining", lambda v, c: v.drain("u0", True), ["operator", "resume"]),
-    ("unhealthy", lambda v, c: _fail_thrice(v), ["3 requests", "2.0 s"]),
+    ("isolated", _isolate, ["is isolated: failed 2 of its newest 2 requests"]),
     ("stale", lambda v, c: v.join(c, 7), ["has not reported yet"]),
     ("saturated", lambda v, c: v.report([make_load(c, running=4, waiting=4)], 1, NOW_S), ["8", "4 slots"]),
 ]

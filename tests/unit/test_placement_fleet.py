@@ -13,7 +13,6 @@ from grid.words import UNKNOWN, UnitState
 from placement.columns import Names
 from placement.fleet import Rules, View
 from placement.freshness import MASS_STALE_UNITS, ObservedClock, fresh
-from placement.health import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S, MAX_SUSPENSION_S, Health
 
 GATEWAY = 90
 FIRST, SECOND = make_request("req_1"), make_request("req_2")
@@ -347,29 +346,7 @@ def _fresh(sampled_s: list[float]) -> tuple[list[bool], bool]:
     return mask.tolist(), fault
 
 
-# --- health and names -----------------------------------------------------------------------
-
-
-def test_repeated_failures_suspend_for_longer_and_longer_and_success_clears() -> None:
-    health = Health()
-    assert [health.settled("failed", 0.0, 0.0) for _ in range(FAILURES_IN_A_ROW - 1)] == [None] * 2
-    assert health.settled("refused", 0.0, 0.0) is None
-    assert health.settled("failed", 10.0, 10.0) == 10.0 + FIRST_SUSPENSION_S
-    assert health.settled("failed", 10.0, 10.0) == 10.0 + 2 * FIRST_SUSPENSION_S
-    for _ in range(50):
-        last = health.settled("failed", 10.0, 10.0)
-    assert last == 10.0 + MAX_SUSPENSION_S
-    assert health.settled("done", 11.0, 11.0) == 0.0
-    assert health.settled("failed", 12.0, 12.0) is None
-
-
-def test_requests_that_failed_together_are_one_failure() -> None:
-    health = Health()
-    for together_s in range(FAILURES_IN_A_ROW - 1):
-        for _ in range(20):
-            assert health.settled("failed", together_s, together_s + 0.5) is None
-    assert health.failures == FAILURES_IN_A_ROW - 1
-    assert health.settled("failed", 10.0, 10.5) == 10.5 + FIRST_SUSPENSION_S
+# --- names ----------------------------------------------------------------------------------
 
 
 def test_names_are_numbered_while_held() -> None:

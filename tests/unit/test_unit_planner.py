@@ -13,7 +13,7 @@ from grid.units import planner as plan
 from grid.units.gpu_room import Gpu
 from grid.units.nodes import GPU_LABEL, RAY_GPU_LABEL, Node, gpus_fit
 from grid.units.planner import Planner, StartUnit, StopUnit, start_kind, unit_prefix
-from grid.words import GpuCard, GpuSample
+from grid.words import Condemned, GpuCard, GpuSample, Outlook
 
 CELLS = Path(__file__).parents[2] / "examples/cells"
 NODE = Node("n1", {}, cpus=4.0, gpus=0.0)
@@ -55,6 +55,53 @@ def test_starts_what_is_wanted_and_says_so() -> None:
     made.handle(plan.Placed("unit-sim-0"), 1.0)
     assert made.handle(plan.Ready("unit-sim-0"), 2.0) == []
     assert (row(made)["units"], row(made)["starting"]) == (["unit-sim-0"], 1)
+
+
+def condemned(unit_id: str, incarnation: str = "first", isolated: bool = True) -> plan.Seen:
+    return plan.Seen(Outlook((Condemned(unit_id, incarnation, "failed 2 of 20 requests", isolated),)))
+
+
+def two_ready() -> Planner:
+    made, _ = planner(model(min_units=2, max_units=2))
+    for unit_id in ("unit-sim-0", "unit-sim-1"):
+        made.handle(plan.Placed(unit_id), 1.0)
+        made.handle(plan.Ready(unit_id, (), "first"), 2.0)
+    return made
+
+
+def test_a_condemned_unit_is_replaced_and_what_runs_on_it_gets_time() -> None:
+    made = two_ready()
+    effects = made.handle(condemned("unit-sim-0"), 60.0)
+    assert [e for e in effects if isinstance(e, StopUnit)] == [
+        StopUnit("unit-sim-0", "failed 2 of 20 requests", plan.REPLACE_GRACE_S)
+    ]
+    assert starts(effects) == ["unit-sim-2"]
+    assert row(made, 60.0)["failures"] == ["unit-sim-0: failed 2 of 20 requests"]
+    assert made.handle(condemned("unit-sim-0"), 61.0) == [], "it is being replaced already"
+    assert made.handle(plan.Ended("unit-sim-0", "stopped"), 62.0) == []
+
+
+def test_the_process_that_took_a_condemned_units_place_is_left_alone() -> None:
+    made = two_ready()
+    assert made.handle(condemned("unit-sim-0", "an earlier one"), 60.0) == []
+    assert made.handle(condemned("unit-other-0"), 60.0) == []
+
+
+def test_units_that_fail_as_soon_as_they_start_are_replaced_ever_later() -> None:
+    made = two_ready()
+    effects = made.handle(condemned("unit-sim-0"), 3.0)
+    assert (stops(effects), starts(effects)) == (["unit-sim-0"], [])
+    assert starts(made.handle(plan.Tick(), 3.0 + plan.FIRST_BACKOFF_S)) == ["unit-sim-2"]
+
+
+def test_condemned_units_that_still_serve_are_replaced_one_after_another() -> None:
+    made = two_ready()
+    assert stops(made.handle(condemned("unit-sim-0", isolated=False), 60.0)) == ["unit-sim-0"]
+    assert made.handle(condemned("unit-sim-1", isolated=False), 61.0) == []
+    made.handle(plan.Ended("unit-sim-0", "stopped"), 62.0)
+    made.handle(plan.Placed("unit-sim-2"), 63.0)
+    made.handle(plan.Ready("unit-sim-2", (), "second"), 64.0)
+    assert stops(made.handle(condemned("unit-sim-1", isolated=False), 65.0)) == ["unit-sim-1"]
 
 
 def test_a_restart_that_was_asked_for_is_no_failure() -> None:

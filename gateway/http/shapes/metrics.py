@@ -88,7 +88,7 @@ class MetricsBody(Shape):
 
 
 class UnitHealth(UnitView):
-    health: Literal["healthy", "starting", "draining", "stale", "failed"]
+    health: Literal["healthy", "isolated", "starting", "draining", "stale", "failed"]
 
 
 class MetricsView(Shape):

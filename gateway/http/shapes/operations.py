@@ -13,7 +13,8 @@ class UnitView(Shape):
     unit_id: str
     model: str
     task: Literal["generate", "embed"]
-    state: Literal["starting", "ready", "draining", "drained", "failed"]
+    state: Literal["starting", "ready", "isolated", "draining", "drained", "failed"]
+    isolated: str | None = Field(description="why it gets no work until canaries succeed or it is replaced")
     simulated: bool
     region: str
     node_id: str
