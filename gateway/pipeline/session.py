@@ -31,6 +31,7 @@ from grid.errors import (
     DeadlineExceeded,
     GridError,
     InternalError,
+    InvalidRequest,
     NoEligibleUnit,
     Rejected,
     UnitLost,
@@ -57,6 +58,10 @@ SHORT_REST_TOKENS = 16
 
 TRIED_ELSEWHERE = (Rejected, UnitLost, InternalError)
 """What another unit may do better, as long as nobody has accepted."""
+
+
+CALLERS_DOING = (DeadlineExceeded, Cancelled, InvalidRequest)
+"""Ends of an attempt that say nothing about its unit."""
 
 
 class Phase(Enum):
@@ -396,7 +401,7 @@ class Session:
     def _lose(self, attempt: Attempt, error: GridError, outcome: str, now_s: float) -> None:
         """An attempt has ended early: go on with the other one or with a new one, or end with `error`."""
         self._attempts.exclude(attempt)
-        self._give_up(attempt, outcome, now_s)
+        self._give_up(attempt, _blamed(error, outcome), now_s)
         if self._attempts.live:
             return
         self._loss = error
@@ -485,7 +490,7 @@ class Session:
         """End with `error`, after everything that was received: no token is lost."""
         self._effects += self.answer.flush(now_s)
         for attempt in list(self._attempts.live):
-            self._give_up(attempt, "failed", now_s)
+            self._give_up(attempt, _blamed(error, "failed"), now_s)
         self.phase = Phase.ENDED
         self._effects.append(st.Fail(error, self.usage))
 
@@ -525,3 +530,10 @@ class Session:
         Done: _done,
         Failed: _failed,
     }
+
+
+def _blamed(error: GridError, outcome: str) -> str:
+    """Return the outcome that counts for the unit's health: a broken unit may refuse, too."""
+    if isinstance(error, CALLERS_DOING):
+        return "cancelled"
+    return "failed" if isinstance(error, InternalError) else outcome

@@ -316,7 +316,9 @@ async def test_a_run_s_time_is_limited() -> None:
     assert isinstance(failed, RunFailed)
     assert (failed.error.code, failed.output_so_far) == ("deadline_exceeded", "Hello")
     assert isinstance(links.streams[0].sent[-1], Cancel)
-    assert [outcome for _, outcome, _ in placing.settled] == ["failed"]
+    assert [outcome for _, outcome, _ in placing.settled] == ["cancelled"], (
+        "a deadline says nothing of its unit"
+    )
 
 
 async def test_an_alarm_swallows_no_cancel_that_is_not_its_own() -> None:

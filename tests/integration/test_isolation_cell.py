@@ -41,7 +41,9 @@ async def test_it_is_isolated_within_twenty_of_its_requests_and_condemned_by_can
     bad = cell.units[BAD]
     async with cell.client() as client:
         for _ in range(200):
-            await client.post("/v1/chat/completions", json=body)
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == 6
             if (await cell.placement.stats())["isolated"]:
                 break
     counters = (await bad.describe())["counters"]
