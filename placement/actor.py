@@ -371,7 +371,7 @@ class PlacementActor:
     def _tick(self, now_s: float) -> None:
         self._counts["leases_expired"] += self._view.tick(now_s)
         if len(self._dispatch.queue):
-            # Health, freshness and time itself change without a message.
+            # Freshness and time itself change without a message.
             self._tell(self._dispatch.serve(now_s))
         mass_stale = self._view.fresh(now_s)[1]
         if mass_stale != self._mass_stale:

@@ -111,8 +111,8 @@ class Dispatch:
     def serve(self, now_s: float) -> list[Answer]:
         """Give out all slots that are free, whatever freed them, and refuse those whose time is over.
 
-        To be called soon after a unit reported, joined or changed, and regularly, as health and freshness
-        change with time alone.
+        To be called soon after a unit reported, joined or changed, and regularly, as freshness changes
+        with time alone.
         """
         answers: list[Answer] = []
         due = self.queue.due(now_s)
@@ -335,16 +335,12 @@ class Dispatch:
     def _free(self, model: str, now_s: float) -> Mask:
         view, columns = self._view, self._view.columns
         free: Mask = (columns.model == view.models.number(model)) & (columns.load < columns.slots)
-        for momentary in (view.fresh(now_s)[0], view.healthy(now_s)):
-            if momentary is not None:
-                free = free & momentary
-        return free
+        fresh = view.fresh(now_s)[0]
+        return free if fresh is None else free & fresh
 
     def _is_free(self, row: int, now_s: float) -> bool:
         view, columns = self._view, self._view.columns
         if columns.load[row] >= columns.slots[row]:
             return False
-        return all(
-            momentary is None or bool(momentary[row])
-            for momentary in (view.fresh(now_s)[0], view.healthy(now_s))
-        )
+        fresh = view.fresh(now_s)[0]
+        return fresh is None or bool(fresh[row])

@@ -211,7 +211,7 @@ class View:
         for model, names in suspects.items():
             of_model = able & (columns.model == self.models.number(model))
             there = [name for name in names if name in self._rows and of_model[self._rows[name]]]
-            serving.append(Serving(int(of_model.sum()), int(columns.capacity[of_model].sum()), there))
+            serving.append(Serving(int(of_model.sum()), int(columns.max_running[of_model].sum()), there))
         self._isolation.judge(serving, self._clock.observed_s)
         columns.isolated[:] = False
         columns.isolated[[self._rows[name] for name in self._isolation.isolated]] = True

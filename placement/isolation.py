@@ -20,7 +20,7 @@ class Serving(NamedTuple):
     """Of one model: the units that are able to serve, and which of them are suspects."""
 
     units: int
-    capacity: int
+    slots: int
     suspects: Sequence[str]
 
 
@@ -102,12 +102,12 @@ class Isolation:
         self._forget(now_s)
         isolated: dict[str, str] = {}
         for model in models:
-            room, left = self._most * model.capacity, model.units
+            room, left = self._most * model.slots, model.units
             for record in self._worst_first(model.suspects):
-                capacity = record.card.max_running + record.card.max_waiting
-                if record.breaker.is_dead or (capacity <= room and left > 1):
+                slots = record.card.max_running
+                if record.breaker.is_dead or (slots <= room and left > 1):
                     isolated[record.card.unit_id] = record.breaker.reason
-                    room, left = room - capacity, left - 1
+                    room, left = room - slots, left - 1
         self.isolated = isolated
 
     def _worst_first(self, suspects: Sequence[str]) -> list[_Record]:

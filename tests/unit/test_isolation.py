@@ -193,8 +193,8 @@ class Fleet:
         self.isolation, self.clock = Isolation(most), Clock()
 
     def judge(self) -> set[str]:
-        capacity = sum(card.max_running + card.max_waiting for card in self.cards.values())
-        models = [Serving(len(self.cards), capacity, names) for names in self.isolation.suspects.values()]
+        slots = sum(card.max_running for card in self.cards.values())
+        models = [Serving(len(self.cards), slots, names) for names in self.isolation.suspects.values()]
         self.isolation.judge(models, self.clock.now_s)
         return set(self.isolation.isolated)
 

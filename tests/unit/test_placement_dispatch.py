@@ -133,10 +133,9 @@ def test_room_that_comes_by_itself_is_given_out(how: str) -> None:
     if how == "recovers":
         desk.view.join(slot("u1"), 2)
         desk.view.report([make_load(slot("u1"))], 2, 0.0)
-        for number in range(3):
-            desk.view.reserve(make_request(f"bad_{number}"), "u1", 1, 0.0)
-        for number in range(3):
-            desk.view.settle(f"bad_{number}/s/0", "failed", 0.0)
+        for number in range(2):
+            desk.view.reserve(make_request(f"bad_{number}"), "u1", 1, number / 100)
+            desk.view.settle(f"bad_{number}/s/0", "failed", number / 100)
     desk.ask()
     assert desk.ask() == []
     assert desk.serve(0.1) == []
@@ -150,9 +149,11 @@ def test_room_that_comes_by_itself_is_given_out(how: str) -> None:
     elif how == "resumes":
         desk.view.drain("u1", False)
     else:
-        for tick in range(4, 40):
+        for tick in range(4, 100):
             desk.view.tick(tick / 10)
-        desk.now_s = 4.0
+            for card in desk.view.canaries_due(tick / 10):
+                desk.view.canary_ended(card, "", tick / 10)
+        desk.now_s = 10.0
     assert unit_of(desk.serve(max(desk.now_s, 0.2))) in ("u0", "u1")
     assert desk.waiting == 0
 
