@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 
 from grid.errors import GridError
 from grid.tracing.spans import Attributes, Kind
@@ -26,14 +26,13 @@ def current() -> Branch | None:
     return _current.get()
 
 
-@contextmanager
-def within(branch: Branch) -> Iterator[None]:
-    """Let what runs in the block come under `branch`."""
-    token = _current.set(branch)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def enter(branch: Branch) -> Token[Branch | None]:
+    """Let what runs from here on come under `branch`, until `leave` is called with what this returns."""
+    return _current.set(branch)
+
+
+def leave(outside: Token[Branch | None]) -> None:
+    _current.reset(outside)
 
 
 @contextmanager
@@ -46,14 +45,15 @@ def span(name: str, kind: Kind = Kind.INTERNAL, attributes: Attributes = ()) -> 
     branch = parent.child()
     started_s = time.monotonic()
     error = ""
+    outside = enter(branch)
     try:
-        with within(branch):
-            yield branch
+        yield branch
     except BaseException as raised:
         error = error_type(raised)
         attributes += (("error.type", error),)
         raise
     finally:
+        leave(outside)
         branch.end(name, started_s, time.monotonic(), attributes, kind=kind, error=error)
 
 

@@ -271,7 +271,7 @@ class PlacementActor:
         self._decide_us.append(spent_us)
         self._counts["decided_dry" if request.dry_run else "decided"] += 1
         if request.traceparent and self._tracer is not None:
-            traces.record(self._tracer, request, decision, now_s, spent_us)
+            self._tracer.later(traces.spans, self._tracer, request, decision, now_s, spent_us)
         return decision._replace(decide_us=spent_us)
 
     def _tell(self, answers: list[Answer]) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from grid.tracing.spans import Kind
+from grid.tracing.spans import Kind, Span
 from grid.tracing.tracer import Tracer
 from grid.words import Decision, PlacementRequest
 
 
-def record(
+def spans(
     tracer: Tracer, request: PlacementRequest, decision: Decision, began_s: float, spent_us: float
-) -> None:
-    span = tracer.under(request.traceparent)
-    if span is None:
-        return
+) -> list[Span]:
+    branch = tracer.under(request.traceparent)
+    if branch is None:
+        return []
     chosen = decision.chosen
-    span.end(
+    span = branch.span(
         f"decide {decision.model}",
         began_s,
         began_s + spent_us / 1e6,
@@ -26,3 +26,4 @@ def record(
         ),
         kind=Kind.SERVER,
     )
+    return [span]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from gateway.http.exchange import Exchange
-from gateway.tracing import within
-from grid.tracing.spans import Attributes, Kind
+from gateway.tracing import enter, leave
+from grid.tracing.spans import Attributes, Kind, Span
 from grid.tracing.tracer import Branch, Tracer
 
 TRACED_PREFIX = "/v1/"
@@ -25,32 +26,55 @@ async def traced(tracer: Tracer, exchange: Exchange, answer: Callable[[Exchange]
         await answer(exchange)
         return
     started_s = time.monotonic()
+    outside = enter(branch)
     try:
-        with within(branch):
-            await answer(exchange)
+        await answer(exchange)
     finally:
-        _end(branch, exchange, started_s)
+        leave(outside)
+        # Not the exchange itself: it holds the body.
+        ended = Ended(
+            exchange.method,
+            exchange.path,
+            exchange.request_id,
+            exchange.status,
+            exchange.finished,
+            started_s,
+            time.monotonic(),
+        )
+        tracer.later(spans, branch, ended)
 
 
-def _end(branch: Branch, exchange: Exchange, started_s: float) -> None:
-    route, status = route_of(exchange), exchange.status
+class Ended(NamedTuple):
+    """A request whose response has ended, or whose client left before that."""
+
+    method: str
+    path: str
+    request_id: str
+    status: int
+    finished: bool
+    started_s: float
+    ended_s: float
+
+
+def spans(branch: Branch, ended: Ended) -> list[Span]:
+    route, status = route_of(ended.path, ended.status), ended.status
     attributes: Attributes = (
-        ("http.request.method", exchange.method),
+        ("http.request.method", ended.method),
         ("http.response.status_code", status),
-        ("zerogrid.request_id", exchange.request_id),
+        ("zerogrid.request_id", ended.request_id),
     )
     if route:
         attributes += (("http.route", route),)
-    error = str(status) if status >= 500 else "" if exchange.finished else CLIENT_LEFT
+    error = str(status) if status >= 500 else "" if ended.finished else CLIENT_LEFT
     if error:
         attributes += (("error.type", error),)
-    name = f"{exchange.method} {route}" if route else exchange.method
-    branch.end(name, started_s, time.monotonic(), attributes, kind=Kind.SERVER, error=error)
+    name = f"{ended.method} {route}" if route else ended.method
+    return [branch.span(name, ended.started_s, ended.ended_s, attributes, kind=Kind.SERVER, error=error)]
 
 
-def route_of(exchange: Exchange) -> str:
+def route_of(path: str, status: int) -> str:
     """Return the path with `{id}` for every id, such as `/v1/pipelines/{id}/invoke`.
 
     "" where nothing was found: names of spans are few, whatever paths people try.
     """
-    return "" if exchange.status == 404 else _ID_SEGMENT.sub("/{id}", exchange.path)
+    return "" if status == 404 else _ID_SEGMENT.sub("/{id}", path)

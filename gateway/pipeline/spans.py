@@ -8,7 +8,7 @@ import orjson
 
 from gateway.pipeline.plan import GenerationPlan, Plan
 from gateway.tracing import PROVIDER, current
-from grid.tracing.spans import Attribute, Attributes, Kind
+from grid.tracing.spans import Attribute, Attributes, Kind, Span
 from grid.tracing.tracer import Branch
 from grid.words import Decision, Message, Usage
 
@@ -31,6 +31,8 @@ class GenerationEnd(NamedTuple):
 class GenerationSpan:
     """The open span of one generation step."""
 
+    __slots__ = ("_branch", "_generation", "_plan", "child", "traceparent")
+
     def __init__(self, branch: Branch, plan: Plan, generation: GenerationPlan) -> None:
         self.traceparent = branch.traceparent
         self.child = branch.child
@@ -39,11 +41,14 @@ class GenerationSpan:
         self._generation = generation
 
     def end(self, began_s: float, ended_s: float, end: GenerationEnd) -> None:
+        self._branch.tracer.later(self._spans, began_s, ended_s, end)
+
+    def _spans(self, began_s: float, ended_s: float, end: GenerationEnd) -> list[Span]:
         attributes = self._attributes(end)
         if self._branch.tracer.content:
             attributes += _content(self._generation.messages, end.output)
         name = f"chat {self._generation.placement.model}"
-        self._branch.end(name, began_s, ended_s, attributes, kind=Kind.CLIENT, error=end.error)
+        return [self._branch.span(name, began_s, ended_s, attributes, kind=Kind.CLIENT, error=end.error)]
 
     def _attributes(self, end: GenerationEnd) -> Attributes:
         generation, sampling = self._generation, self._generation.sampling

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 TRACE_ID_BYTES, SPAN_ID_BYTES = 16, 8
 SAMPLED = 1
-FORM_CHARS = 55
-PART_BYTES = [1, TRACE_ID_BYTES, SPAN_ID_BYTES, 1]
+NO_TRACE, NO_SPAN = bytes(TRACE_ID_BYTES), bytes(SPAN_ID_BYTES)
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 """Version, trace, span, flags; later versions may add to them."""
 
 
@@ -22,20 +23,14 @@ class TraceContext(NamedTuple):
 def parse_traceparent(text: str) -> TraceContext | None:
     """Return the context in a `traceparent`; None where there is none, or it is not one (it is then as if it
     had not been sent, as the standard asks)."""
-    head = text[:FORM_CHARS]
-    if len(head) < FORM_CHARS or head[2] + head[35] + head[52] != "---" or head != head.lower():
+    form = _FORM.fullmatch(text)
+    if form is None:
         return None
-    more = text[FORM_CHARS:]
-    if head[:2] == "ff" or (more and (head[:2] == "00" or more[0] != "-")):
+    version, trace, span, flags, more = form.groups()
+    trace_id, span_id = bytes.fromhex(trace), bytes.fromhex(span)
+    if version == "ff" or (version == "00" and more) or trace_id == NO_TRACE or span_id == NO_SPAN:
         return None
-    try:
-        parts = [bytes.fromhex(part) for part in head.split("-")]
-        _version, trace_id, span_id, flags = parts
-    except ValueError:
-        return None
-    if [len(part) for part in parts] != PART_BYTES or not any(trace_id) or not any(span_id):
-        return None
-    return TraceContext(trace_id, span_id, bool(flags[0] & SAMPLED))
+    return TraceContext(trace_id, span_id, bool(int(flags, 16) & SAMPLED))
 
 
 def traceparent(trace_id: bytes, span_id: bytes) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from grid.tracing.context import SPAN_ID_BYTES, TRACE_ID_BYTES, TraceContext, parse_traceparent, traceparent
 from grid.tracing.spans import Attributes, Kind, Span
+
+SPAN_ID_BITS, TRACE_ID_BITS = 8 * SPAN_ID_BYTES, 8 * TRACE_ID_BYTES
+
+Describe = Callable[..., Iterable[Span]]
+"""Facts that a request left behind → its spans."""
 
 
 class Tracer:
@@ -25,20 +30,20 @@ class Tracer:
         # takes 3 µs for one comparison, which takes half of one here.
         self._bound = TraceIdRatioBased(sample).bound
         self._bits = TraceIdRatioBased.TRACE_ID_LIMIT
-        self._random_bytes = rng.randbytes
+        self._random_bits = rng.getrandbits
 
     def request(self, given: str) -> Branch | None:
         """Return the first span of a request that came with `given` as its `traceparent`, or with none ("").
 
         None if the request is not to be traced: a caller that traces decides that for its own requests.
         """
-        caller = parse_traceparent(given)
+        caller = parse_traceparent(given) if given else None
         if caller is not None:
             return self._branch(caller) if caller.sampled else None
-        trace_id = self._random_bytes(TRACE_ID_BYTES)
-        if int.from_bytes(trace_id, "big") & self._bits >= self._bound:
+        trace_bits = self._random_bits(TRACE_ID_BITS)
+        if trace_bits & self._bits >= self._bound:
             return None
-        return self._branch(TraceContext(trace_id, b""))
+        return self._branch(TraceContext(trace_bits.to_bytes(TRACE_ID_BYTES, "big"), b""))
 
     def under(self, given: str) -> Branch | None:
         """Return a span under the context that a peer of the cell sent; None if it sent none."""
@@ -46,13 +51,22 @@ class Tracer:
         return None if context is None else self._branch(context)
 
     def _branch(self, parent: TraceContext) -> Branch:
-        return Branch(self, parent.trace_id, self._random_bytes(SPAN_ID_BYTES), parent.span_id)
+        return Branch(self, parent.trace_id, self._span_id(), parent.span_id)
 
     def child_of(self, branch: Branch) -> Branch:
-        return Branch(self, branch.trace_id, self._random_bytes(SPAN_ID_BYTES), branch.span_id)
+        return Branch(self, branch.trace_id, self._span_id(), branch.span_id)
+
+    def _span_id(self) -> bytes:
+        return self._random_bits(SPAN_ID_BITS).to_bytes(SPAN_ID_BYTES, "big")
 
     def record(self, span: Span) -> None:
         self._sink(span)
+
+    def later(self, describe: Describe, *facts: object) -> None:
+        """Record the spans that `describe(*facts)` returns: now, or when a tracer that sends finds it cheap.
+        It may run on another thread, so the facts are not to change."""
+        for span in describe(*facts):
+            self._sink(span)
 
 
 class Branch:
@@ -73,6 +87,21 @@ class Branch:
     def child(self) -> Branch:
         return self.tracer.child_of(self)
 
+    def span(
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        attributes: Attributes = (),
+        *,
+        kind: Kind = Kind.INTERNAL,
+        error: str = "",
+    ) -> Span:
+        """Return the span as it ended. `error` says in a few words what failed."""
+        return Span(
+            self.trace_id, self.span_id, self.parent_id, name, kind, start_s, end_s, attributes, error
+        )
+
     def end(
         self,
         name: str,
@@ -83,17 +112,5 @@ class Branch:
         kind: Kind = Kind.INTERNAL,
         error: str = "",
     ) -> None:
-        """End the span; call it once. `error` says in a few words what failed."""
-        self.tracer.record(
-            Span(
-                self.trace_id,
-                self.span_id,
-                self.parent_id,
-                name,
-                kind,
-                start_s,
-                end_s,
-                attributes,
-                error,
-            )
-        )
+        """End the span; call it once."""
+        self.tracer.record(self.span(name, start_s, end_s, attributes, kind=kind, error=error))

@@ -137,7 +137,7 @@ class UnitServer:
                 self._drop(link_id, code, text)
             case ev.Traced(times, error_code):
                 if self._tracer is not None:
-                    traces.record(self._tracer, times, self.unit.card, error_code)
+                    self._tracer.later(traces.spans, self._tracer, times, self.unit.card, error_code)
             case ev.Died(reason):
                 self._died(reason)
 

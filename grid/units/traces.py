@@ -6,19 +6,19 @@ generation's queue is the preparation of its prompt.
 
 from __future__ import annotations
 
-from grid.tracing.spans import Attributes, Kind
+from grid.tracing.spans import Attributes, Kind, Span
 from grid.tracing.tracer import Tracer
 from grid.units.job import Times
 from grid.wire.messages import Submit
 from grid.words import UnitCard
 
 
-def record(tracer: Tracer, times: Times, card: UnitCard, error_code: str) -> None:
-    """Record the spans of one ended request; stretches that it never reached are left out."""
+def spans(tracer: Tracer, times: Times, card: UnitCard, error_code: str) -> list[Span]:
+    """Return the spans of one ended request; stretches that it never reached are left out."""
     request = times.request
     whole = tracer.under(request.traceparent)
     if whole is None:
-        return
+        return []
     stretches: tuple[tuple[str, float, float], ...]
     if isinstance(request, Submit):
         operation = "generate"
@@ -33,17 +33,22 @@ def record(tracer: Tracer, times: Times, card: UnitCard, error_code: str) -> Non
             ("queue", times.arrived_s, times.started_s),
             ("encode", times.started_s, times.ended_s),
         )
-    for name, start_s, end_s in stretches:
-        if start_s < times.ended_s or not error_code:
-            whole.child().end(name, start_s, end_s)
-    whole.end(
-        f"{operation} {request.model}",
-        times.arrived_s,
-        times.ended_s,
-        attributes(card, request.model, error_code),
-        kind=Kind.SERVER,
-        error=error_code,
+    told = [
+        whole.child().span(name, start_s, end_s)
+        for name, start_s, end_s in stretches
+        if start_s < times.ended_s or not error_code
+    ]
+    told.append(
+        whole.span(
+            f"{operation} {request.model}",
+            times.arrived_s,
+            times.ended_s,
+            attributes(card, request.model, error_code),
+            kind=Kind.SERVER,
+            error=error_code,
+        )
     )
+    return told
 
 
 def attributes(card: UnitCard, model: str, error_code: str) -> Attributes:

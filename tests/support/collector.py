@@ -96,7 +96,8 @@ def collecting() -> Iterator[Collector]:
             collector.headers.append({"path": self.path, **{k.lower(): v for k, v in self.headers.items()}})
             status = collector.answers.pop(0) if collector.answers else 200
             if status == 200:
-                collector.take(self.path, gzip.decompress(body))
+                packed = self.headers["content-encoding"] == "gzip"
+                collector.take(self.path, gzip.decompress(body) if packed else body)
             self.send_response(status)
             self.send_header("content-length", "0")
             self.end_headers()

@@ -17,14 +17,15 @@ from support.fleet import make_card, make_request, make_view
 from grid.config import Tracing, parse
 from grid.errors import InvalidRequest
 from grid.tracing import exporter as exporting
+from grid.tracing import transport as transport_module
 from grid.tracing.context import parse_traceparent
-from grid.tracing.exporter import Exporter, ExportingTracer, open_tracer
+from grid.tracing.exporter import TOGETHER, Exporter, ExportingTracer, open_tracer
 from grid.tracing.otlp import KEPT_ITEMS, Encoder
 from grid.tracing.spans import Kind, Span
 from grid.tracing.tracer import Tracer
-from grid.tracing.transport import GRPC_METHOD, SendFailed
+from grid.tracing.transport import GRPC_METHOD, SendFailed, is_loopback
 from placement.decide import decide
-from placement.traces import record
+from placement.traces import spans as spans_of_decision
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -94,7 +95,7 @@ def test_a_caller_that_does_not_sample_is_not_traced_whatever_the_share() -> Non
 
 @given(st.floats(0, 1), st.integers(0, 2**32))
 def test_a_ratio_traces_the_requests_that_the_sdk_would(ratio: float, seed: int) -> None:
-    trace_id = int.from_bytes(random.Random(seed).randbytes(16), "big")
+    trace_id = random.Random(seed).getrandbits(128)
     source = Tracer([].append, sample=ratio, content=False, rng=random.Random(seed))
     decision = TraceIdRatioBased(ratio).should_sample(None, trace_id, "POST").decision
     assert (source.request("") is not None) == decision.is_sampled()
@@ -157,12 +158,15 @@ def test_what_is_remembered_is_bounded() -> None:
 
 def test_predictions_that_never_come_again_are_not_remembered() -> None:
     encoder = Encoder({"service.name": "x"}, "zerogrid", "1")
-    source = Tracer(lambda made: encoder.span(made, 0), sample=1.0, content=False, rng=random.Random(7))
+    source = tracer([])
     request = make_request(traceparent=f"00-{TRACE}-{PARENT}-01")
     sizes = []
     for decode_ms_per_token in (20.0, 21.0):
         view = make_view(make_card(decode_ms_per_token=decode_ms_per_token))
-        record(source, request, decide(request, view, 0.0, random.Random(7)), 0.0, 50.0)
+        for made in spans_of_decision(
+            source, request, decide(request, view, 0.0, random.Random(7)), 0.0, 50.0
+        ):
+            encoder.span(made, 0)
         sizes.append(len(encoder._kept))
     assert sizes[0] == sizes[1] > 0
 
@@ -220,6 +224,42 @@ def test_a_full_queue_drops_instead_of_growing(monkeypatch: pytest.MonkeyPatch) 
     assert (transport.taken, sender.dropped) == (["a", "b"], 1)
 
 
+def test_requests_are_described_together_and_the_last_ones_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exporting, "PERIOD_S", 60.0)
+    described: list[int] = []
+
+    def describe(number: int) -> list[Span]:
+        described.append(number)
+        return [span(f"{number}a"), span(f"{number}b")]
+
+    transport = Refusing()
+    sender = exporter(transport)
+    for number in range(TOGETHER - 1):
+        sender.later(describe, (number,))
+    assert described == []
+    for number in range(TOGETHER - 1, TOGETHER + 1):
+        sender.later(describe, (number,))
+    assert described == [*range(TOGETHER)]
+    sender.close()
+    assert described == [*range(TOGETHER + 1)]
+    assert len(transport.taken) == sender.sent == 2 * len(described)
+
+
+def test_spans_that_cannot_be_made_are_nobody_elses_error(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> list[Span]:
+        raise AssertionError("no such unit")
+
+    transport = Refusing()
+    sender = exporter(transport)
+    sender.later(broken, ())
+    sender.put(span("good"))
+    sender.close()
+    assert (transport.taken, sender.dropped) == (["good"], 1)
+    assert "no such unit" in caplog.text
+
+
 def test_what_is_put_before_the_end_is_sent_however_late_the_thread_sees_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,6 +307,28 @@ def test_http_goes_to_the_path_of_the_standard_with_the_operators_headers(
     assert collector.headers[0]["authorization"] == "Bearer a:b"
     one_span(open_tracer(Tracing(endpoint=collector.endpoint), "gateway", "g1", "eu"))
     assert [(seen.service, seen.name) for seen in collector.spans] == [("zerogrid-gateway", "hello")]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("http://127.0.0.1:4318", True),
+        ("http://localhost", True),
+        ("http://[::1]:4318/v1/traces", True),
+        ("https://collector.example:4318", False),
+        ("http://10.0.0.7:4318", False),
+    ],
+)
+def test_only_what_stays_on_the_machine_is_sent_as_it_is(endpoint: str, expected: bool) -> None:
+    assert is_loopback(endpoint) is expected
+
+
+def test_what_goes_over_a_line_is_compressed(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_span(open_tracer(Tracing(endpoint=collector.endpoint), "gateway", "g1", "eu"))
+    monkeypatch.setattr(transport_module, "is_loopback", lambda _endpoint: False)
+    one_span(open_tracer(Tracing(endpoint=collector.endpoint), "gateway", "g1", "eu"))
+    assert [seen.get("content-encoding") for seen in collector.headers] == [None, "gzip"]
+    assert [seen.name for seen in collector.spans] == ["hello", "hello"]
 
 
 def test_grpc_reaches_the_trace_service() -> None:
