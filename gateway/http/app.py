@@ -233,11 +233,18 @@ def speak_version(exchange: Exchange) -> None:
         exchange.extra_headers += served_headers(CURRENT)
         raise
     exchange.extra_headers += served_headers(version)
-    adapter = ADAPTERS.get(version)
-    if adapter is not None:
-        exchange.translate = partial(adapter.request, exchange.path)
+    if version in ADAPTERS:
+        exchange.translate = partial(translated, exchange, version)
         if exchange.ecosystem is GRID:
             exchange.ecosystem = ecosystem_of(version)
+
+
+def translated(exchange: Exchange, version: str, body: bytes) -> bytes:
+    """Return the body as the current version has it; what is wrong with it is told in its caller's words."""
+    current, renamed = ADAPTERS[version].request(exchange.path, body)
+    if renamed:
+        exchange.ecosystem = ecosystem_of(version, renamed)
+    return current
 
 
 def presented_key(exchange: Exchange) -> str:

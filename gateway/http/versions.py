@@ -13,8 +13,10 @@ Another version becomes one more entry of `ADAPTERS`, written against the versio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
@@ -39,36 +41,60 @@ RUNS = ("/v1/pipeline", "/v1/pipelines/")
 """Where bodies with an `input` go: the one-shot route, and a pipeline's own routes."""
 
 
+Renamed = Mapping[str, str]
+"""The next version's fields whose values stood under another name in a body → that name."""
+AS_IT_CAME: Renamed = MappingProxyType({})
+
+
 class Adapter(NamedTuple):
     """Between one version and the next."""
 
-    request: Callable[[str, bytes], bytes]
+    request: Callable[[str, bytes], tuple[bytes, Renamed]]
     """(path, that version's body) → the next version's; what is not JSON is left to its parser."""
-    error: Callable[[dict[str, Any]], dict[str, Any]]
-    """The next version's error, or data of an `error` event → that version's."""
+    error: Callable[[dict[str, Any], Renamed], dict[str, Any]]
+    """(the next version's error, or data of an `error` event) → that version's, with the caller's names."""
 
 
-def first_request(path: str, body: bytes) -> bytes:
+def first_request(path: str, body: bytes) -> tuple[bytes, Renamed]:
     """Return the current version's body for one of the first version."""
     if path != RUNS[0] and not path.startswith(RUNS[1]):
-        return body
+        return body, AS_IT_CAME
     try:
         given = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return body
+        return body, AS_IT_CAME
     if not isinstance(given, dict) or not isinstance(given.get("input"), list):
-        return body
+        return body, AS_IT_CAME
     if given.get("messages") is not None:
-        return body  # both were never allowed; the parser says so
+        return body, AS_IT_CAME  # both were never allowed; the parser says so
     given["messages"] = given.pop("input")
-    return orjson.dumps(given)
+    return orjson.dumps(given), {"messages": "input"}
 
 
-def first_error(payload: dict[str, Any]) -> dict[str, Any]:
+def first_error(payload: dict[str, Any], renamed: Renamed = AS_IT_CAME) -> dict[str, Any]:
     """Return the first version's error for one of the current version; its fixed fields come last, so that
     no detail hides one."""
-    fixed = {name: value for name, value in payload["error"].items() if name != "details"}
-    return {**payload, "error": {**payload["error"]["details"], **fixed}}
+    error = as_written(payload["error"], renamed)
+    fixed = {name: value for name, value in error.items() if name != "details"}
+    return {**payload, "error": {**error["details"], **fixed}}
+
+
+def as_written(error: dict[str, Any], renamed: Renamed) -> dict[str, Any]:
+    """Return an error of the current version that names the fields of a body as its caller wrote them: in its
+    `param`, in its message, and in the further faults that `details` may list."""
+    for field, written in renamed.items():
+        # A path of the field, or its name where a sentence quotes it; as a plain word it stays.
+        named = re.compile(rf"(?<![\w.]){field}(?=\[|: |$)|(?<=`){field}(?=`)")
+        error = {**error, "details": {**error["details"]}}
+        listed = error["details"].get("errors")
+        faults = [dict(fault) for fault in listed] if isinstance(listed, list) else []
+        for told in (error, *faults):
+            for key in ("param", "message"):
+                if isinstance(told.get(key), str):
+                    told[key] = named.sub(written, told[key])
+        if faults:
+            error["details"]["errors"] = faults
+    return error
 
 
 ADAPTERS = {FIRST: Adapter(first_request, first_error)}
@@ -107,13 +133,14 @@ def served_headers(version: str) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def ecosystem_of(version: str) -> Ecosystem:
-    """Return how the grid's own routes tell of errors in `version`."""
+def ecosystem_of(version: str, renamed: Renamed = AS_IT_CAME) -> Ecosystem:
+    """Return how the grid's own routes tell of errors in `version`, to the caller of a body whose fields were
+    `renamed`."""
     adapter = ADAPTERS.get(version)
     if adapter is None:
         return GRID
 
     def envelope(error: GridError, request_id: str) -> dict[str, Any]:
-        return adapter.error(GRID.envelope(error, request_id))
+        return adapter.error(GRID.envelope(error, request_id), renamed)
 
     return Ecosystem(GRID.status, envelope)

@@ -109,15 +109,17 @@ def test_every_older_version_has_its_adapter() -> None:
 @pytest.mark.parametrize("path", [INVOKE, "/v1/pipelines/pl-1/dry-run", ONE_SHOT])
 def test_a_conversation_moves_from_input_to_messages(path: str) -> None:
     body = json.dumps({"input": TURNS, "stream": False}).encode()
-    assert json.loads(first_request(path, body)) == {"messages": TURNS, "stream": False}
+    current, renamed = first_request(path, body)
+    assert json.loads(current) == {"messages": TURNS, "stream": False}
+    assert renamed == {"messages": "input"}
 
 
 def test_what_it_makes_is_a_call_of_the_current_version() -> None:
-    asked = parse(Invocation, first_request(INVOKE, json.dumps({"input": TURNS}).encode()))
+    asked = parse(Invocation, first_request(INVOKE, json.dumps({"input": TURNS}).encode())[0])
     assert asked.messages is not None
     assert [turn.content for turn in asked.messages] == ["a", "b", "c"]
     contract = {"pipeline": {"steps": [{"type": "generation", "model": "m"}]}, "input": TURNS}
-    shot = parse(OneShot, first_request(ONE_SHOT, json.dumps(contract).encode()))
+    shot = parse(OneShot, first_request(ONE_SHOT, json.dumps(contract).encode())[0])
     assert shot.messages is not None
 
 
@@ -135,12 +137,12 @@ def test_what_it_makes_is_a_call_of_the_current_version() -> None:
     ],
 )
 def test_everything_else_stays_as_it_came(body: bytes) -> None:
-    assert first_request(INVOKE, body) == body
+    assert first_request(INVOKE, body) == (body, {})
 
 
 def test_a_list_as_input_of_another_route_is_not_a_conversation() -> None:
     body = b'{"input": ["a", "b"]}'
-    assert first_request("/v1/embeddings", body) == body
+    assert first_request("/v1/embeddings", body) == (body, {})
 
 
 # --- new error → old error ----------------------------------------------------------------------------
@@ -170,3 +172,46 @@ def test_the_first_version_keeps_its_shape() -> None:
         },
         "request_id": "req_1",
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "message"),
+    [
+        ([{"role": "user"}], "input[0].content", "input[0].content: is missing, and has no default"),
+        ([], "input", "input: needs at least 1 item; got 0"),
+        (
+            [{"role": "assistant", "content": "x"}],
+            "input",
+            "input: the last message must be the user's, not the assistant's",
+        ),
+    ],
+)
+def test_a_mistake_in_a_conversation_is_told_under_the_name_that_its_caller_used(
+    given: list[Any], param: str, message: str
+) -> None:
+    body, renamed = first_request(INVOKE, json.dumps({"input": given}).encode())
+    with pytest.raises(InvalidRequest) as refused:
+        parse(Invocation, body)
+    error = ecosystem_of(FIRST, renamed).envelope(refused.value, "req_1")["error"]
+    assert (error["param"], error["message"]) == (param, message)
+
+
+def test_further_mistakes_are_told_so_too_and_other_words_stay() -> None:
+    renamed = {"messages": "input"}
+    listed = [
+        {"param": f"messages[{n}].content", "message": f"messages[{n}].content: is missing"} for n in (0, 1)
+    ]
+    several = InvalidRequest(listed[0]["message"], param=listed[0]["param"], errors=listed)
+    error = ecosystem_of(FIRST, renamed).envelope(several, "req_1")["error"]
+    assert [fault["param"] for fault in error["errors"]] == ["input[0].content", "input[1].content"]
+    assert all(fault["message"] == fault["param"] + ": is missing" for fault in error["errors"])
+    assert several.details["errors"] is listed
+    assert listed[0]["param"] == "messages[0].content"
+    other = InvalidRequest("of all messages none is text; send `messages`", param="pipeline.messages")
+    told = ecosystem_of(FIRST, renamed).envelope(other, "req_1")["error"]
+    assert (told["message"], told["param"]) == (
+        "of all messages none is text; send `input`",
+        "pipeline.messages",
+    )
+    # Who wrote `messages` is told of `messages`.
+    assert ecosystem_of(FIRST).envelope(other, "req_1")["error"]["message"].endswith("send `messages`")
