@@ -26,7 +26,7 @@ class Unreachable(GridError):
     """No gateway answered at the address, or the connection broke before an answer."""
 
     code = "unreachable"
-    retryable = True
+    transient = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,11 @@ from typing import Any, ClassVar
 class GridError(Exception):
     """Base of all errors that a part of the grid raises on purpose.
 
-    `code` is stable and machine-readable; `retryable` tells a client whether the same call can work later.
+    `code` is stable and machine-readable; `transient` says of a kind what `retryable` says of one error.
     """
 
     code: ClassVar[str] = "internal_error"
-    retryable: ClassVar[bool] = False
+    transient: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str = "", retry_after_s: float = 0.0, **details: Any) -> None:
         super().__init__(message)
@@ -41,6 +41,11 @@ class GridError(Exception):
         self.retry_after_s = retry_after_s
         self.details = details
         """Counts and reasons for the error envelope: JSON scalars, lists and maps only, never a secret."""
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call can work later."""
+        return self.transient
 
 
 class InvalidRequest(GridError):
@@ -77,11 +82,22 @@ class IdempotencyReused(Conflict):
 
 class Rejected(GridError):
     code = "rejected"
-    retryable = True
+    transient = True
+
+
+NO_SUCH_UNIT = frozenset({"task", "model"})
+"""Why units are rejected where none runs the model."""
 
 
 class NoEligibleUnit(Rejected):
     code = "no_eligible_unit"
+
+    @property
+    def retryable(self) -> bool:
+        """Not where units run the model and waiting lets none of them (`ever`); one without units may get
+        some."""
+        rejected = self.details.get("rejected_by_code", {})
+        return bool(self.details.get("ever", True)) or NO_SUCH_UNIT.issuperset(rejected)
 
 
 class Saturated(Rejected):
@@ -98,12 +114,12 @@ class Interrupted(GridError):
 
 class UnitLost(Interrupted):
     code = "unit_lost"
-    retryable = True
+    transient = True
 
 
 class DeadlineExceeded(Interrupted):
     code = "deadline_exceeded"
-    retryable = True
+    transient = True
 
 
 class Cancelled(Interrupted):

@@ -46,9 +46,10 @@ MAX_RETRY_AFTER_S = 30.0
 def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Random) -> Decision:
     """Choose a unit for `request`; reserve nothing (that is the caller's next step, unless a dry run).
 
-    Raises InvalidRequest for counts that make no sense, Overloaded when units could run it but are full or
-    silent, else NoEligibleUnit. Both refusals carry `rejected_by_code`, `reasons` and `ever`, and where the
-    request asks to explain `rejections`, each a list of a `Rejection`'s fields.
+    Raises InvalidRequest for counts that make no sense, and for an output that would leave no unit's context
+    any room; Overloaded when units could run it but are full or silent; else NoEligibleUnit. All but the first
+    carry `rejected_by_code`, `reasons` and `ever`, and where the request asks to explain `rejections`, each a
+    list of a `Rejection`'s fields.
     """
     _check(request)
     question = Question(request, view, now_s)
@@ -169,12 +170,24 @@ def _refusal(question: Question, sifted: Sifted) -> GridError:
     if question.request.explain:
         details["rejections"] = [list(each) for each in rejections(question, sifted, MAX_LISTED)]
     asked = f"{question.request.model!r}" if question.request.model else "the step"
+    if not sifted.ever and "context" in rejected:
+        return InvalidRequest(_too_much_output(question, sifted), param="max_output_tokens", **details)
     if not any(code in rejected for code in WAITING_HELPS):
         return NoEligibleUnit(f"no unit can run {asked}: {sentences[0]}", **details)
     return Overloaded(
         f"every unit that can run {asked} is full or silent: {sentences[0]}",
         retry_after_s=_retry_after_s(question, sifted),
         **details,
+    )
+
+
+def _too_much_output(question: Question, sifted: Sifted) -> str:
+    """Units that fit but for their context: waiting changes nothing, and the caller can."""
+    view, request = question.view, question.request
+    largest = int(view.columns.context_tokens[sifted.rows_of("context")].max())
+    return (
+        f"max_output_tokens: {request.max_output_tokens} leaves no room for a prompt on any unit that may "
+        f"run {request.model!r}, whose largest context has {largest} tokens; ask for at most {largest - 1}"
     )
 
 

@@ -47,7 +47,7 @@ class RequestTimeout(InvalidRequest):
     """The body did not arrive within its time."""
 
     code = "request_timeout"
-    retryable = True
+    transient = True
 
 
 TABLE: dict[type[GridError], tuple[int, str]] = {

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.fleet import make_card, make_load, make_request, make_view
 
-from grid.errors import InvalidRequest, NoEligibleUnit, Saturated
-from grid.words import UNKNOWN, Decision, PlacementRequest, Task
+from grid.errors import InvalidRequest, NoEligibleUnit, Saturated, revive
+from grid.words import UNKNOWN, Decision, PlacementRequest, Task, UnitState
 from placement import cost
 from placement.decide import MAX_LISTED, NEXT_BEST, decide
 from placement.fleet import View
@@ -270,17 +270,16 @@ def test_a_preference_never_widens_residency() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "ever"),
+    ("change", "code", "ever", "retryable"),
     [
-        ({"model": "none"}, "model", False),
-        ({"allowed_regions": ("mars",)}, "region", False),
-        ({"min_memory_mb": 1_000_000}, "memory", False),
-        ({"max_output_tokens": 5000}, "context", False),
-        ({"exclude_units": ("u0", "u1")}, "excluded", True),
+        ({"model": "none"}, "model", False, True),  # a unit of that model may be on its way
+        ({"allowed_regions": ("mars",)}, "region", False, False),
+        ({"min_memory_mb": 1_000_000}, "memory", False, False),
+        ({"exclude_units": ("u0", "u1")}, "excluded", True, True),
     ],
 )
 def test_no_eligible_unit_says_why_and_whether_waiting_could_help(
-    change: dict[str, Any], code: str, ever: bool
+    change: dict[str, Any], code: str, ever: bool, retryable: bool
 ) -> None:
     view = make_view(make_card(), make_card("u1"))
     with pytest.raises(NoEligibleUnit) as refused:
@@ -288,9 +287,33 @@ def test_no_eligible_unit_says_why_and_whether_waiting_could_help(
     details = refused.value.details
     assert details["rejected_by_code"] == {code: 2}
     assert details["ever"] is ever
+    # As the gateway sees it, over the link.
+    told = revive("no_eligible_unit", "none", details=details)
+    assert (refused.value.retryable, told.retryable) == (retryable, retryable)
     assert details["reasons"][0].startswith("u0 ")
     assert "1 more" in details["reasons"][0]
     assert details["reasons"][0] in refused.value.message
+
+
+def test_an_output_that_no_context_holds_is_the_callers_mistake() -> None:
+    view = make_view(make_card(), make_card("u1", context_tokens=4096), make_card("u2", model="other"))
+    with pytest.raises(
+        InvalidRequest, match=r"^max_output_tokens: 5000 .* 4096 tokens; ask for at most 4095$"
+    ) as refused:
+        choose(view, make_request(max_output_tokens=5000))
+    assert refused.value.param == "max_output_tokens"
+    assert not refused.value.retryable
+    assert refused.value.details["rejected_by_code"] == {"model": 1, "context": 2}
+
+
+def test_a_context_that_only_waits_for_its_unit_is_not_a_mistake() -> None:
+    large = make_card("u1", context_tokens=100_000)
+    view = make_view(make_card(), large)
+    view.report([make_load(large, state=int(UnitState.FAILED))], 2, 0.0)
+    with pytest.raises(NoEligibleUnit) as refused:
+        choose(view, make_request(max_output_tokens=5000))
+    assert refused.value.details["ever"]
+    assert refused.value.retryable
 
 
 def test_a_cell_without_units_says_so() -> None:
