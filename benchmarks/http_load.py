@@ -4,12 +4,18 @@
 
 Prints one JSON object. Raw sockets and a C parser, because the load shares the machine with what it
 measures: a client library would cost more than the gateway.
+
+With `sides` (two or more headers by name) the same clients take turns of `turn_s` between them, in the order
+A B B A A B …, so that whatever else the machine does falls on all sides alike. A turn is counted from
+`settle_s` after its beginning, when the requests of the side before have ended; `watch` names process ids
+whose CPU time is read with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 import time
@@ -53,6 +59,10 @@ class Client(asyncio.Protocol):
 
     def measure(self, on: bool) -> None:
         self._measuring = on
+
+    def turn(self, request: bytes, tally: Tally) -> None:
+        """Send `request` from now on, and count into `tally`."""
+        self._request, self._tally = request, tally
 
     def stop(self) -> None:
         """End after the request that is under way."""
@@ -108,18 +118,79 @@ class Client(asyncio.Protocol):
 async def load(order: dict[str, Any]) -> dict[str, Any]:
     """Return requests and tokens per second, and percentiles in ms, of the requests that ended inside the
     window; at a steady pace as many reach into it at its start as out of it at its end."""
-    url = urlsplit(order["url"])
-    body = order.get("body", "").encode()
+    tally = Tally()
+    clients = await _clients(order, request_of(order, {}), tally)
+    for client in clients:
+        client.measure(True)
+    started_s = time.perf_counter()
+    await _for_seconds(clients, order["seconds"])
+    seconds = time.perf_counter() - started_s
+    await _stop(clients, order)
+    return {"clients": order["clients"], **told(tally, seconds)}
+
+
+async def turns(order: dict[str, Any]) -> dict[str, Any]:
+    """Return what `load` returns for each side, `turns` (the requests per second of each, in their order), and
+    the CPU seconds that the watched processes spent in them."""
+    names = list(order["sides"])
+    requests = {name: request_of(order, headers) for name, headers in order["sides"].items()}
+    tallies = {name: Tally() for name in names}
+    seconds = dict.fromkeys(names, 0.0)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    cpu_s: dict[str, dict[str, float]] = {name: dict.fromkeys(order.get("watch", {}), 0.0) for name in names}
+    clients = await _clients(order, requests[names[0]], tallies[names[0]])
+    for number in range(round(order["seconds"] / order["turn_s"] / len(names))):
+        for name in names if number % 2 == 0 else reversed(names):
+            for client in clients:
+                client.turn(requests[name], tallies[name])
+            await _for_seconds(clients, order["settle_s"])
+            before, before_s = cpu_seconds(order), time.perf_counter()
+            count = len(tallies[name].latencies)
+            for client in clients:
+                client.measure(True)
+            await _for_seconds(clients, order["turn_s"] - order["settle_s"])
+            for client in clients:
+                client.measure(False)
+            lasted_s = time.perf_counter() - before_s
+            for kind, spent_s in cpu_seconds(order).items():
+                cpu_s[name][kind] += spent_s - before[kind]
+            seconds[name] += lasted_s
+            rates[name].append(round((len(tallies[name].latencies) - count) / lasted_s, 1))
+    await _stop(clients, order)
+    return {
+        name: {**told(tallies[name], seconds[name]), "turns": rates[name], "cpu_s": cpu_s[name]}
+        for name in names
+    }
+
+
+def cpu_seconds(order: dict[str, Any]) -> dict[str, float]:
+    """Return the CPU time until now of the watched processes, by kind."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    spent: dict[str, float] = {}
+    for kind, pids in order.get("watch", {}).items():
+        spent[kind] = 0.0
+        for pid in pids:
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            spent[kind] += (int(fields[11]) + int(fields[12])) / ticks
+    return spent
+
+
+def request_of(order: dict[str, Any], headers: dict[str, str]) -> bytes:
+    url, body = urlsplit(order["url"]), order.get("body", "").encode()
     lines = [
         f"{order.get('method', 'POST')} {url.path} HTTP/1.1",
         f"host: {url.netloc}",
         f"content-length: {len(body)}",
         "content-type: application/json",
-        *(f"{name}: {value}" for name, value in order.get("headers", {}).items()),
+        *(f"{name}: {value}" for name, value in {**order.get("headers", {}), **headers}.items()),
     ]
-    request = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-    tally = Tally()
-    loop = asyncio.get_running_loop()
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+async def _clients(order: dict[str, Any], request: bytes, tally: Tally) -> list[Client]:
+    """Return all clients, warm."""
+    url, loop = urlsplit(order["url"]), asyncio.get_running_loop()
     clients = []
     for _ in range(order["clients"]):
         _transport, client = await loop.create_connection(
@@ -127,19 +198,20 @@ async def load(order: dict[str, Any]) -> dict[str, Any]:
         )
         clients.append(client)
     await _for_seconds(clients, order.get("warmup_s", 1.0))
-    for client in clients:
-        client.measure(True)
-    started_s = time.perf_counter()
-    await _for_seconds(clients, order["seconds"])
-    seconds = time.perf_counter() - started_s
+    return clients
+
+
+async def _stop(clients: list[Client], order: dict[str, Any]) -> None:
     for client in clients:
         client.measure(False)
         client.stop()
     await asyncio.wait_for(
         asyncio.gather(*(client.stopped for client in clients)), order.get("drain_s", 60.0)
     )
+
+
+def told(tally: Tally, seconds: float) -> dict[str, Any]:
     return {
-        "clients": order["clients"],
         "seconds": round(seconds, 3),
         "requests": len(tally.latencies),
         "requests_per_s": round(len(tally.latencies) / seconds, 1),
@@ -171,7 +243,8 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    print(json.dumps(uvloop.run(load(json.loads(sys.argv[1])))))
+    order = json.loads(sys.argv[1])
+    print(json.dumps(uvloop.run(turns(order) if "sides" in order else load(order))))
 
 
 if __name__ == "__main__":

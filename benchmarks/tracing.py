@@ -1,12 +1,14 @@
 """What does tracing cost? Requests that are traced against requests that are not, on the same cell.
 
-    python benchmarks/tracing.py [--json OUT] [--seconds S] [--rounds N]
+    python benchmarks/tracing.py [--json OUT] [--seconds S] [--null]
 
 Starts a cell of one simulated unit that waits for nothing, whose tracing exports to a collector on the same
-cores that reads and discards. 32 clients; a request says by its `traceparent` whether it is traced, so both
-sides share every process, and they alternate, the first of a round changing from round to round. Answers of
-one token are the hardest case, answers of 128 an everyday one. Every traced request is exported whole:
-sampling would only make it cheaper.
+cores that reads and discards, and whose own CPU time is among the figures. 32 clients; a request says by its
+`traceparent` whether it is traced, so both sides share every process and every client, and they take turns
+of two seconds. Spans leave at most two seconds late, so half of what it costs to send them (a tenth of the
+whole) falls into the other side's turns. Answers of one token are the hardest case, answers of 128 an everyday one.
+Every traced request is exported whole: sampling would only make it cheaper. `--null` compares untraced
+requests with themselves: what is then away from 1 is the machine's noise.
 """
 
 from __future__ import annotations
@@ -24,10 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -42,9 +43,13 @@ from grid.config import Config  # noqa: E402
 MODEL = "sim-fast"
 CLIENTS = 32
 ANSWER_TOKENS = (1, 128)
+TURN_S = 2.0
+SETTLE_S = 0.3
+"""Until the requests of the side before have ended."""
 TARGET = 0.95
 TRACE = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 SIDES = {"traced": f"00-{TRACE}-01", "not traced": f"00-{TRACE}-00"}
+NULL = {"untraced": f"00-{TRACE}-00", "again": f"00-{TRACE}-00"}
 PROCESSES = {
     "gateway": "ServeReplica",
     "placement": "RayPlacement",
@@ -52,6 +57,11 @@ PROCESSES = {
     "HAProxy": "haproxy",
 }
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+
+class Options(NamedTuple):
+    seconds: float
+    sides: dict[str, str]
 
 
 def configuration(state_dir: Path, collector: str) -> Config:
@@ -116,81 +126,73 @@ def declare(info: launch.CellInfo, tokens: int) -> str:
     return f"{path}/invoke"
 
 
-def load(info: launch.CellInfo, path: str, traceparent: str, seconds: float) -> dict[str, Any]:
+def watched(config: Config) -> dict[str, list[int]]:
+    """Return the process ids of the cell, by what they are; what is none of PROCESSES costs nothing here."""
+    found: dict[str, list[int]] = {kind: [] for kind in PROCESSES}
+    for process in launch.processes(config):
+        with contextlib.suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            kind = next((kind for kind, mark in PROCESSES.items() if mark in title), "")
+            if kind:
+                found[kind].append(process.pid)
+    return found
+
+
+def load(
+    info: launch.CellInfo, path: str, seconds: float, watch: dict[str, list[int]], sides: dict[str, str]
+) -> dict[str, Any]:
     order = {
         "url": info.base_url + path,
         "body": json.dumps({"input": "How do I reset my password?", "stream": False}),
-        "headers": {"x-api-key": info.tenant_key, "traceparent": traceparent},
+        "headers": {"x-api-key": info.tenant_key},
+        "sides": {side: {"traceparent": traceparent} for side, traceparent in sides.items()},
         "clients": CLIENTS,
         "seconds": seconds,
+        "turn_s": TURN_S,
+        "settle_s": SETTLE_S,
+        "watch": watch,
+        "warmup_s": 3.0,
     }
     command = [sys.executable, str(HERE / "http_load.py"), json.dumps(order)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
-    if list(result["statuses"]) != ["200"]:
-        raise RuntimeError(f"answered {result['statuses']}")
+    for side, run in result.items():
+        if list(run["statuses"]) != ["200"]:
+            raise RuntimeError(f"{side}: answered {run['statuses']}")
     return result
 
 
-def cpu_s(config: Config) -> Counter[str]:
-    """Return the CPU seconds until now of the cell's processes, by what they are."""
-    spent: Counter[str] = Counter()
-    for process in launch.processes(config):
-        with contextlib.suppress(psutil.Error):
-            times, title = process.cpu_times(), " ".join(process.cmdline())
-            kind = next((kind for kind, mark in PROCESSES.items() if mark in title), "others")
-            spent[kind] += times.user + times.system
-    return spent
-
-
 def measure(
-    info: launch.CellInfo, config: Config, told: Connection, tokens: int, seconds: float, rounds: int
+    info: launch.CellInfo, config: Config, told: Connection, collector_pid: int, tokens: int, options: Options
 ) -> dict[str, Any]:
     path = declare(info, tokens)
-    load(info, path, SIDES["not traced"], seconds)  # warms both
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    watch = {**watched(config), "collector": [collector_pid]}
     bytes_before = _received(told)
-    for index in range(rounds):
-        for side in sorted(SIDES, reverse=bool(index % 2)):
-            before_s = cpu_s(config)
-            run = load(info, path, SIDES[side], seconds)
-            after_s = cpu_s(config)
-            # The load's warm-up and drain are in the CPU time as well, on both sides alike.
-            run["cpu_ms"] = {
-                kind: (after_s[kind] - before_s[kind]) * 1e3 / run["requests"] for kind in PROCESSES
-            }
-            runs[side].append(run)
+    runs = load(info, path, options.seconds, watch, options.sides)
     time.sleep(2.0)  # what waits to be exported
+    on, off = runs.values()
     ratios = [
-        on["requests_per_s"] / off["requests_per_s"]
-        for on, off in zip(runs["traced"], runs["not traced"], strict=True)
+        sum(on["turns"][at : at + 2]) / sum(off["turns"][at : at + 2])
+        for at in range(0, len(on["turns"]) - 1, 2)
     ]
+    cpu_ms = {
+        side: {kind: round(1e3 * spent_s / run["requests"], 3) for kind, spent_s in run["cpu_s"].items()}
+        for side, run in runs.items()
+    }
     return {
         "cores": os.cpu_count(),
-        "rounds": rounds,
-        "seconds": seconds,
-        "requests_per_s": {
-            side: round(statistics.median(run["requests_per_s"] for run in each), 1)
-            for side, each in runs.items()
-        },
-        "latency_ms_p99": {
-            side: round(statistics.median(run["latency_ms"]["p99"] for run in each), 2)
-            for side, each in runs.items()
-        },
-        "cell_cpu_ms_per_request": {
-            side: {
-                kind: round(statistics.median(run["cpu_ms"][kind] for run in each), 3) for kind in PROCESSES
-            }
-            for side, each in runs.items()
-        },
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_of_totals": round(
-            sum(run["requests"] for run in runs["traced"])
-            / sum(run["requests"] for run in runs["not traced"]),
-            3,
+        "seconds": options.seconds,
+        "turn_s": TURN_S,
+        "requests": {side: run["requests"] for side, run in runs.items()},
+        "requests_per_s": {side: run["requests_per_s"] for side, run in runs.items()},
+        "latency_ms_p99": {side: run["latency_ms"]["p99"] for side, run in runs.items()},
+        "cpu_ms_per_request": cpu_ms,
+        "ratio": round(on["requests_per_s"] / off["requests_per_s"], 3),
+        "ratio_of_turns": round(statistics.median(ratios), 3),
+        "ratio_of_turns_error": round(
+            statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0, 3
         ),
-        "ratios": [round(ratio, 3) for ratio in ratios],
-        "exported_bytes": _received(told) - bytes_before,
+        "exported_bytes_per_request": round((_received(told) - bytes_before) / on["requests"]),
     }
 
 
@@ -201,17 +203,18 @@ def _received(told: Connection) -> int:
 
 
 def report(figures: dict[str, Any]) -> None:
-    for side in SIDES:
+    for side, spent in figures["cpu_ms_per_request"].items():
         print(
             f"{side:12}{figures['requests_per_s'][side]:>10.0f} requests/s"
             f"{figures['latency_ms_p99'][side]:>10.2f} ms p99"
-            f"{sum(figures['cell_cpu_ms_per_request'][side].values()):>10.3f} ms CPU a request"
+            f"{sum(spent.values()):>10.3f} ms CPU a request"
         )
-    print(json.dumps(figures["cell_cpu_ms_per_request"]))
-    low, high = min(figures["ratios"]), max(figures["ratios"])
-    of_all = figures["ratio_of_totals"]
-    print(f"traced / not traced: {figures['ratio']} ({low}-{high}; of all requests {of_all})")
-    print(f"target {TARGET}; {figures['exported_bytes'] / 1e6:.1f} MB exported")
+    print(json.dumps(figures["cpu_ms_per_request"]))
+    print(
+        f"{' / '.join(figures['requests'])}: {figures['ratio']} of all requests; median of the turns "
+        f"{figures['ratio_of_turns']}, standard error {figures['ratio_of_turns_error']}"
+    )
+    print(f"target {TARGET}; {figures['exported_bytes_per_request']} bytes exported a request")
 
 
 def main() -> None:
@@ -219,9 +222,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=8)
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=80.0, help="of each length of answers")
+    parser.add_argument("--null", action="store_true", help="compare untraced requests with themselves")
+    given = parser.parse_args()
+    options = Options(given.seconds, NULL if given.null else SIDES)
     # Ended from outside, the cell is still taken down.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     told, theirs = multiprocessing.Pipe()
@@ -232,7 +236,7 @@ def main() -> None:
         info = launch.up(config, progress=lambda line: print(line, file=sys.stderr))
         try:
             results = {
-                tokens: measure(info, config, told, tokens, options.seconds, options.rounds)
+                tokens: measure(info, config, told, collector.pid or 0, tokens, options)
                 for tokens in ANSWER_TOKENS
             }
         finally:
@@ -241,8 +245,8 @@ def main() -> None:
     for tokens, figures in results.items():
         print(f"answers of {tokens} tokens")
         report(figures)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
