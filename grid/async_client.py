@@ -78,7 +78,8 @@ class AsyncGrid:
         return await self._run(self._operations.create_pipeline(contract))
 
     async def apply_pipeline(self, contract: Mapping[str, Any], timeout_s: float = ACTIVE_TIMEOUT_S) -> Json:
-        """Make this contract what its name stands for, and return it once it is active."""
+        """Make this contract what its name stands for, and return it once it is active; its `unchanged` says
+        whether it was that already."""
         return await self._run(self._operations.apply_pipeline(contract, timeout_s))
 
     async def plan(self, contract: Mapping[str, Any]) -> Json:
@@ -107,8 +108,9 @@ class AsyncGrid:
         """Return the data source of that name, created if there is none."""
         return await self._run(self._operations.ensure_source({"name": name, "type": type, **options}))
 
-    async def delete_source(self, name_or_id: str) -> None:
-        await self._run(self._operations.delete_source(name_or_id))
+    async def delete_source(self, name_or_id: str, *, force: bool = False) -> None:
+        """Delete a data source. Raises Conflict while pipelines read it, unless `force`."""
+        await self._run(self._operations.delete_source(name_or_id, force=force))
 
     async def add_documents(
         self, source: str, documents: Sequence[Mapping[str, Any]], on_progress: OnProgress | None = None

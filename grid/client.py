@@ -91,7 +91,8 @@ class Grid:
         return self._run(self._operations.create_pipeline(contract))
 
     def apply_pipeline(self, contract: Mapping[str, Any], timeout_s: float = ACTIVE_TIMEOUT_S) -> Json:
-        """Make this contract what its name stands for, and return it once it is active."""
+        """Make this contract what its name stands for, and return it once it is active; its `unchanged` says
+        whether it was that already."""
         return self._run(self._operations.apply_pipeline(contract, timeout_s))
 
     def plan(self, contract: Mapping[str, Any]) -> Json:
@@ -120,8 +121,9 @@ class Grid:
         """Return the data source of that name, created if there is none."""
         return self._run(self._operations.ensure_source({"name": name, "type": type, **options}))
 
-    def delete_source(self, name_or_id: str) -> None:
-        self._run(self._operations.delete_source(name_or_id))
+    def delete_source(self, name_or_id: str, *, force: bool = False) -> None:
+        """Delete a data source. Raises Conflict while pipelines read it, unless `force`."""
+        self._run(self._operations.delete_source(name_or_id, force=force))
 
     def add_documents(
         self, source: str, documents: Sequence[Mapping[str, Any]], on_progress: OnProgress | None = None

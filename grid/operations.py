@@ -141,9 +141,10 @@ class Operations:
         found = yield from self._source_named(str(body["name"]))
         return found if found is not None else (yield from self.create_source(body))
 
-    def delete_source(self, name_or_id: str) -> Operation[Json]:
+    def delete_source(self, name_or_id: str, *, force: bool) -> Operation[Json]:
         source = yield from self.source(name_or_id)
-        return (yield from self.call(Call("DELETE", f"/v1/data-sources/{_part(source['data_source_id'])}")))
+        path = f"/v1/data-sources/{_part(source['data_source_id'])}{'?force=true' if force else ''}"
+        return (yield from self.call(Call("DELETE", path)))
 
     def add_documents(
         self, source: str, documents: Sequence[Mapping[str, Any]], on_progress: OnProgress | None
@@ -230,7 +231,8 @@ class Operations:
         """Make this contract what its name stands for, and return it active.
 
         Where the name is taken the contract becomes that pipeline's next revision; until it is active, and if
-        it fails, the one before serves.
+        it fails, the one before serves. What is returned has `unchanged`: whether the contract was that
+        pipeline's already, so that no revision was made.
         """
         name = contract.get("name")
         if not name:
@@ -238,7 +240,9 @@ class Operations:
         earlier = yield from self._pipeline_named(str(name))
         making = self.create_pipeline(contract) if earlier is None else self._revise(earlier, contract)
         made = yield from making
-        return (yield from self.wait_active(made["pipeline_id"], timeout_s, made["revision"]))
+        active = yield from self.wait_active(made["pipeline_id"], timeout_s, made["revision"])
+        unchanged = earlier is not None and earlier.get("revision") == made["revision"]
+        return {**active, "unchanged": unchanged}
 
     def invoke(self, name_or_id: str, given: Input, options: Mapping[str, Any]) -> Operation[Answer]:
         call = yield from self._invocation(name_or_id, given, {**options, "stream": False})

@@ -54,7 +54,8 @@ def apply(
         out.print(Text(f"data source {done['data_source']['name']}: {count} documents"))
     if "pipeline" in done:
         pipeline = done["pipeline"]
-        active = f"active as {pipeline['pipeline_id']}, revision {pipeline['revision']}"
+        how = "unchanged, active" if pipeline["unchanged"] else "active"
+        active = f"{how} as {pipeline['pipeline_id']}, revision {pipeline['revision']}"
         out.print(Text(f"pipeline {pipeline['name']}: {active}"), soft_wrap=True)
 
 

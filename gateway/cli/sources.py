@@ -86,10 +86,11 @@ def sources_add(
 @with_grid
 def sources_delete(
     source: Annotated[str, typer.Argument(help="Name or id.", show_default=False)],
+    force: Annotated[bool, typer.Option("--force", help="Also while pipelines read it.")] = False,
     *,
     grid: Grid,
     as_json: AsJson = False,
 ) -> None:
     """Delete a data source with its documents."""
-    grid.delete_source(source)
+    grid.delete_source(source, force=force)
     print_deleted(source, as_json)

@@ -20,6 +20,7 @@ from gateway.http.cold import build_cold_app
 from gateway.http.errors import ANTHROPIC, GRID, MethodNotAllowed, ecosystem_at, unexpected
 from gateway.http.exchange import Exchange, Message, Receive, Scope, Send, client_request_id
 from gateway.http.pace import Pace
+from gateway.http.queries import check_query
 from gateway.http.traced import traced
 from gateway.http.versions import (
     ADAPTERS,
@@ -159,6 +160,7 @@ class GatewayApp:
             return
         if exchange.method != "POST":
             raise MethodNotAllowed(f"{path} takes POST, not {exchange.method}", allowed=["POST"])
+        check_query(path, exchange.scope.get("query_string", b"").decode("latin-1"))
         self._refuse_when_full()
         # A body that dribbles in holds no place, so the places may be gone once it is there.
         await call.body()

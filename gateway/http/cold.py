@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse
@@ -18,7 +18,9 @@ from gateway.http.call import EXCHANGE, Json
 from gateway.http.docs_page import CONTENT_POLICY, page
 from gateway.http.errors import INTERNAL_MESSAGE, MethodNotAllowed, error_headers
 from gateway.http.exchange import Exchange
-from grid.errors import GridError, InternalError, InvalidRequest, NotFound
+from gateway.http.queries import query_known
+from gateway.pipeline.refusals import query_refusal
+from grid.errors import GridError, InternalError, NotFound
 
 
 class ColdApp(FastAPI):
@@ -33,7 +35,7 @@ def build_cold_app() -> FastAPI:
         title="Zerogrid", version=version("zerogrid"), redirect_slashes=False, docs_url=None, redoc_url=None
     )
     for routes in (pipelines, data_sources, openai, anthropic, metrics, operations):
-        app.include_router(routes.router)
+        app.include_router(routes.router, dependencies=[Depends(query_known)])
     app.add_api_route("/docs", _docs, include_in_schema=False)
     app.add_exception_handler(GridError, _refuse)
     app.add_exception_handler(HTTPException, _http_error)
@@ -77,9 +79,7 @@ def allowed_methods(request: Request) -> list[str]:
 
 async def _invalid(request: Request, error: Exception) -> Json:
     assert isinstance(error, RequestValidationError)
-    fault = error.errors()[0]
-    param = ".".join(str(part) for part in fault["loc"][1:])
-    return await _refuse(request, InvalidRequest(f"{param}: {fault['msg']}", param=param))
+    return await _refuse(request, query_refusal(error.errors()[0]))
 
 
 async def _bug(request: Request, error: Exception) -> Json:

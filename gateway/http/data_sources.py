@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import BeforeValidator, Field
 
 from gateway.http.call import Call, InCall, Json
@@ -94,14 +94,19 @@ async def list_data_sources(call: InCall) -> Json:
 @router.get("/v1/data-sources/{data_source_id}", responses={200: {"model": DataSourceView}, **errors(404)})
 async def read_data_source(call: InCall, data_source_id: str) -> Json:
     """Read one data source with its count of documents."""
-    record = await call.services.registry.get_source(call.tenant.tenant_id, data_source_id)
+    record = await call.services.registry.read_source(call.tenant.tenant_id, data_source_id)
     return Json(orjson.dumps(source_view(record)))
 
 
-@router.delete("/v1/data-sources/{data_source_id}", responses={200: {"model": Deleted}, **errors(404)})
-async def delete_data_source(call: InCall, data_source_id: str) -> Json:
-    """Delete a data source with its documents."""
-    await call.services.documents.delete_source(call.tenant, data_source_id)
+@router.delete("/v1/data-sources/{data_source_id}", responses={200: {"model": Deleted}, **errors(404, 409)})
+async def delete_data_source(
+    call: InCall,
+    data_source_id: str,
+    force: Annotated[bool, Query(description="also while pipelines read it")] = False,
+) -> Json:
+    """Delete a data source with its documents. One that pipelines read is kept (409, which names them) unless
+    `force` is true; their calls answer 404 from then on."""
+    await call.services.documents.delete_source(call.tenant, data_source_id, force=force)
     return Json(orjson.dumps({"deleted": True, "id": data_source_id}))
 
 

@@ -95,6 +95,11 @@ def envelope(error: GridError, request_id: str) -> dict[str, Any]:
     }
 
 
+THEIR_LIMIT = "max_tokens"
+"""Both compatible ecosystems' name for what the grid calls OUR_LIMIT."""
+OUR_LIMIT = "max_output_tokens"
+
+
 def openai_envelope(error: GridError, request_id: str) -> dict[str, Any]:
     """Return the envelope that OpenAI's clients read; the request id travels in its header."""
     del request_id
@@ -103,9 +108,9 @@ def openai_envelope(error: GridError, request_id: str) -> dict[str, Any]:
         kind = "invalid_request_error"
     return {
         "error": {
-            "message": error.message,
+            "message": error.message.replace(OUR_LIMIT, THEIR_LIMIT),
             "type": kind,
-            "param": error.param or None,
+            "param": THEIR_LIMIT if error.param == OUR_LIMIT else error.param or None,
             "code": "model_not_found" if status == 404 and error.param == "model" else error.code,
         }
     }
@@ -134,7 +139,8 @@ def anthropic_status(error: GridError) -> int:
 def anthropic_envelope(error: GridError, request_id: str) -> dict[str, Any]:
     """Return the envelope that Anthropic's clients read."""
     kind = ANTHROPIC_TYPES.get(anthropic_status(error), "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    message = error.message.replace(OUR_LIMIT, THEIR_LIMIT)
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 class Ecosystem(NamedTuple):

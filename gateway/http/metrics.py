@@ -85,7 +85,8 @@ async def read_usage(
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> Json:
-    """Say what was used by pipeline and hour; without `since`, over the last 24 hours.
+    """Say what was used by pipeline and hour; without `since`, over the last 24 hours. The answer's `since`
+    and `until` are whole hours, within what is kept and no later than this one.
 
     Usage outlives its pipeline, so an id that is not known any more is answered too, with nothing if it never
     was.
@@ -95,6 +96,12 @@ async def read_usage(
     end = _utc(until) if until is not None else now
     if since is not None and until is not None and _utc(since) > end:
         raise InvalidRequest("`since` lies after `until`; exchange them", param="since")
+    if since is not None and _utc(since) > now:
+        raise InvalidRequest(
+            f"since: {_stamp(_utc(since))} lies in the future, of which nothing is known; it is "
+            f"{_stamp(now.replace(microsecond=0))} now",
+            param="since",
+        )
     # Nothing is known beyond what is kept.
     end = _hour_above(min(max(end, now - kept), now))
     begin = _utc(since) if since is not None else end - timedelta(hours=USAGE_DEFAULT_HOURS)

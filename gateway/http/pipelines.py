@@ -63,7 +63,7 @@ async def list_pipelines(
 @router.get("/v1/pipelines/{pipeline_id}", responses={200: {"model": PipelineView}, **errors(404)})
 async def read_pipeline(call: InCall, pipeline_id: str) -> Json:
     """Read one pipeline with its contract, its status, and how its serving steps did in the last hour."""
-    record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
+    record = await call.services.registry.read_pipeline(call.tenant.tenant_id, pipeline_id)
     run = record if record.serving is None else serving(record)
     known = await call.services.figures.steps(call.tenant.tenant_id, pipeline_id, run.revision)
     step_metrics = [
@@ -80,7 +80,8 @@ async def read_pipeline(call: InCall, pipeline_id: str) -> Json:
 )
 async def revise_pipeline(call: InCall, pipeline_id: str) -> Json:
     """Make the body the pipeline's next revision, which is `deploying` as a new pipeline is. Calls in flight
-    finish on the revision that they began with; new ones run the last active one until this one is active."""
+    finish on the revision that they began with; new ones run the last active one until this one is active.
+    A body that equals the newest revision makes none: the answer is the pipeline as it is."""
     record = await call.services.registry.revise_pipeline(
         call.tenant.tenant_id,
         pipeline_id,

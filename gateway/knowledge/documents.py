@@ -129,9 +129,13 @@ class Documents:
             count = await self._settle(load) if load.dimension else source.document_count
         return {"added": added, "replaced": replaced, "document_count": count}
 
-    async def delete_source(self, tenant: Tenant, data_source_id: str) -> None:
-        """Delete a data source and its vectors. Raises NotFound. A failure in between can be repeated."""
-        source = await self._registry.get_source(tenant.tenant_id, data_source_id)
+    async def delete_source(self, tenant: Tenant, data_source_id: str, *, force: bool = False) -> None:
+        """Delete a data source and its vectors. A failure in between can be repeated.
+
+        Raises NotFound, and Conflict where pipelines read it, unless that is to be ignored (`force`)."""
+        source = await self._registry.read_source(tenant.tenant_id, data_source_id)
+        if not force:
+            await self._registry.check_unused(source)
         store, collection = store_of(self._stores, source), collection_of(tenant, source, source.dimension)
         # While the record stands a store that is away can be tried again.
         await store.drop(collection)

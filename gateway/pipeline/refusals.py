@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
@@ -39,6 +39,8 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
 }
 _KINDS = {
+    "datetime": "a moment such as 2026-01-31T12:00:00Z",
+    "date": "a moment such as 2026-01-31T12:00:00Z",
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -60,6 +62,13 @@ def refusal(model: type[BaseModel], error: ValidationError) -> InvalidRequest:
     if len(faults) == 1:
         return InvalidRequest(message, param=param)
     return InvalidRequest(message, param=param, errors=[{"param": p, "message": m} for p, m in told])
+
+
+def query_refusal(fault: ErrorDetails) -> InvalidRequest:
+    """Return the refusal of a query parameter, whose value (unlike a body's) may be quoted back."""
+    param = path(fault["loc"][1:])
+    told = _sentence(fault, BaseModel).replace("got text", f"got {_quoted(fault['input'])}")
+    return InvalidRequest(f"{param}: {told}", param=param)
 
 
 def check_size(body: bytes) -> None:
@@ -156,11 +165,14 @@ def _sentence(fault: ErrorDetails, parent: type[BaseModel]) -> str:
 
 
 def _unknown(name: str, parent: type[BaseModel]) -> str:
-    known = list(parent.model_fields)
+    return f"unknown field; {nearest(name, parent.model_fields, 'fields')}"
+
+
+def nearest(name: str, known: Collection[str], things: str) -> str:
+    """Return which of the known `things` somebody who wrote `name` may have meant, as a remedy."""
     # A field's name is short; comparing takes time with the square of the length.
     close = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_QUOTED_CHARS else []
-    remedy = f"did you mean `{close[0]}`?" if close else f"known fields: {', '.join(known)}"
-    return f"unknown field; {remedy}"
+    return f"did you mean `{close[0]}`?" if close else f"known {things}: {', '.join(known)}"
 
 
 def _hollow(fault: ErrorDetails) -> bool:

@@ -11,7 +11,7 @@ caller's own namespace and is as unknown there as one that never existed.
     zg:sources-version          counter, raised by every change of any data source
 
 `get_pipeline`, `get_source` and `find_source` are on the hot path: they may be `tables.CACHE_S` (1 s) old in
-a process that did not make the change itself.
+a process that did not make the change itself. `read_pipeline` and `read_source` never are.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ MAX_PAGE = 100
 """Pipelines in one answer: at most 6 MB of contracts, a few hundred KB of usual ones."""
 CURSOR_MARK = "~"
 """Between the time and the id of a cursor; neither holds one, and URLs take it as it is."""
+MAX_NAMED = 8
+"""Pipelines that a refusal names."""
 MAX_SWAPS = 16
 """Attempts to write over a record that others write too; each failure means that somebody else succeeded."""
 
@@ -106,7 +108,8 @@ class Registry:
         self, tenant_id: str, pipeline_id: str, contract: Contract, *, idempotency_key: str = ""
     ) -> PipelineRecord:
         """Make `contract` the pipeline's next revision, `deploying`; until it is active, calls run the newest
-        one that was. Of several at once each becomes a revision of its own.
+        one that was. Of several at once each becomes a revision of its own. A contract that equals the
+        newest revision's makes none: the pipeline is returned as it is.
 
         A repeated idempotency key makes no revision, and answers with the pipeline as it is now. Raises
         NotFound, TooLarge and IdempotencyReused as above.
@@ -117,6 +120,7 @@ class Registry:
             old = await self._tables.read(PIPELINES, tenant_id, pipeline_id)
             now = load_pipeline(old)
             active = now.status is PipelineStatus.ACTIVE
+            is_new = body != now.contract.model_dump(mode="json")
             record = replace(
                 now,
                 name=contract.name or "",
@@ -132,22 +136,26 @@ class Registry:
                 tenant_id,
                 pipeline_id,
                 old,
-                store_pipeline(record),
-                unsettled_revision=record.revision,
+                store_pipeline(record) if is_new else old,
+                unsettled_revision=record.revision if is_new else None if active else now.revision,
                 body=body,
                 idempotency_key=idempotency_key,
             )
             if swapped is Swapped.SWAPPED:
-                return record
+                return record if is_new else now
             if swapped is Swapped.REPEATED:
                 return load_pipeline(await self._tables.read(PIPELINES, tenant_id, pipeline_id))
         raise _contended(f"pipeline {pipeline_id}")
+
+    async def read_pipeline(self, tenant_id: str, pipeline_id: str) -> PipelineRecord:
+        """Return a pipeline as it is now. Raises NotFound, for a foreign id too."""
+        return load_pipeline(await self._tables.read(PIPELINES, tenant_id, pipeline_id))
 
     async def get_pipeline(self, tenant_id: str, pipeline_id: str) -> PipelineRecord:
         """Raises NotFound, for a foreign id too."""
 
         async def load() -> PipelineRecord:
-            return load_pipeline(await self._tables.read(PIPELINES, tenant_id, pipeline_id))
+            return await self.read_pipeline(tenant_id, pipeline_id)
 
         return await self._tables.remembered(tenant_id, "pipeline", pipeline_id, load)
 
@@ -259,11 +267,15 @@ class Registry:
             return record
         return load_source(await self._made_before(SOURCES, tenant_id, made))
 
+    async def read_source(self, tenant_id: str, data_source_id: str) -> DataSourceRecord:
+        """Return a data source as it is now. Raises NotFound, for a foreign id too."""
+        return load_source(await self._tables.read(SOURCES, tenant_id, data_source_id))
+
     async def get_source(self, tenant_id: str, data_source_id: str) -> DataSourceRecord:
         """Raises NotFound, for a foreign id too."""
 
         async def load() -> DataSourceRecord:
-            return load_source(await self._tables.read(SOURCES, tenant_id, data_source_id))
+            return await self.read_source(tenant_id, data_source_id)
 
         return await self._tables.remembered(tenant_id, "source", data_source_id, load)
 
@@ -279,6 +291,21 @@ class Registry:
         """Return the tenant's data sources, oldest first."""
         records = [load_source(stored) for stored in await self._tables.read_all(SOURCES, tenant_id)]
         return sorted(records, key=lambda record: (record.created_at, record.data_source_id))
+
+    async def check_unused(self, source: DataSourceRecord) -> None:
+        """Raise Conflict, which names them, if pipelines of its tenant read this data source: in the newest
+        revision, or in the one that serves until that is active."""
+        stored = await self._tables.read_all(PIPELINES, source.tenant_id)
+        using = [record for record in map(load_pipeline, stored) if _reads(record, source)]
+        if using:
+            shown = ", ".join(f"{each.name or 'unnamed'} ({each.pipeline_id})" for each in using[:MAX_NAMED])
+            more = f" and {len(using) - MAX_NAMED} more" if len(using) > MAX_NAMED else ""
+            raise Conflict(
+                f"data source {source.name!r} is read by {shown}{more}; delete or revise what reads it, or "
+                "delete it all the same with `force=true`: their calls then answer 404",
+                param="data_source_id",
+                pipelines=[each.pipeline_id for each in using[:MAX_NAMED]],
+            )
 
     async def delete_source(self, tenant_id: str, data_source_id: str) -> None:
         """Forget a data source; its vectors are the caller's to drop first. Raises NotFound."""
@@ -324,6 +351,15 @@ class Registry:
                 "new key to make another",
                 param="idempotency-key",
             ) from None
+
+
+def _reads(record: PipelineRecord, source: DataSourceRecord) -> bool:
+    contracts = [record.contract, *([record.serving.contract] if record.serving is not None else [])]
+    return any(
+        step.data_source_id == source.data_source_id or step.source == source.name
+        for contract in contracts
+        for step in contract.pipeline.retrievals
+    )
 
 
 def _check_size(contract: Contract) -> None:

@@ -117,7 +117,8 @@ async def test_a_new_revision_of_a_failed_pipeline_is_looked_at_at_once(redis: R
     placement.refusals.clear()
     assert await deployer.round() == 0, "nothing changed that it could see"
     await registry.get_pipeline("acme", made.pipeline_id)
-    await Registry(redis).revise_pipeline("acme", made.pipeline_id, contract())
+    renamed = contract().model_copy(update={"name": "renamed"})
+    await Registry(redis).revise_pipeline("acme", made.pipeline_id, renamed)
     assert await deployer.round() == 0, "it remembers the revision before"
     now_s[0] += CACHE_S
     assert await deployer.round() == 1

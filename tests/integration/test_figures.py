@@ -269,6 +269,8 @@ async def test_the_flag_of_a_burst_is_in_a_header_and_hardware_in_detail(cell: L
         ({"until": "0001-01-01T00:00:00Z"}, 200),
         ({"since": "9999-12-31T23:59:59-14:00"}, 400),
         ({"since": "2030-01-02T00:00:00Z", "until": "2030-01-01T00:00:00Z"}, 400),
+        ({"since": "9000-01-01T00:00:00Z"}, 400),
+        ({"until": "9000-01-01T00:00:00Z"}, 200),
         ({"since": "yesterday"}, 400),
     ],
 )

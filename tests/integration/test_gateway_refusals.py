@@ -69,6 +69,14 @@ BAD = [
     ("prompt too long", INVOKE, json.dumps({"input": LONG}).encode(), 400, None),
     ("prompt too long, whole", INVOKE, json.dumps({"input": LONG, "stream": False}).encode(), 400, None),
     ("prompt too long", CHAT, chat(messages=[{"role": "user", "content": LONG}]), 400, None),
+    ("more output than any context holds", CHAT, chat(max_tokens=100_000), 400, "max_tokens"),
+    (
+        "more output than any context holds",
+        "/v1/pipeline",
+        steps({**GENERATION, "max_output_tokens": 4096}, input="x"),
+        400,
+        "max_output_tokens",
+    ),
     ("top_k too large", PIPELINES, steps({**RETRIEVAL, "top_k": 101}), 400, "pipeline.steps[0].top_k"),
     ("top_k too small", PIPELINES, steps({**RETRIEVAL, "top_k": 0}), 400, "pipeline.steps[0].top_k"),
     ("temperature", CHAT, chat(temperature=2.5), 400, "temperature"),
@@ -146,6 +154,65 @@ async def test_a_prompt_that_does_not_fit_is_refused_with_the_counts(
     assert error["details"]["context_tokens"] == 4096
     assert error["details"]["max_output_tokens"] == 4000
     assert error["details"]["prompt_tokens"] > 4096
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "param", "says"),
+    [
+        ("GET", "/v1/pipelines?limt=5", "limt", "did you mean `limit`?"),
+        ("GET", "/v1/pipelines?page=5&limit=5", "page", "known parameters: limit, after"),
+        ("GET", "/v1/pipelines?limit=0", "limit", "must be at least 1; got '0'"),
+        ("GET", "/v1/pipelines?limit=many", "limit", "must be a whole number; got 'many'"),
+        ("GET", "/v1/usage?since=yesterday", "since", "must be a moment such as"),
+        ("GET", "/v1/metrics?detail=soft", "detail", "must be one of hardware; got 'soft'"),
+        ("GET", "/v1/units?region=eu", "region", "takes none"),
+        ("HEAD", "/v1/metrics?detail=hardware", "detail", ""),
+        ("POST", INVOKE + "?stream=false", "stream", "takes none; fields go into the body"),
+        ("POST", "/v1/pipeline?dry_run", "dry_run", "takes none"),
+    ],
+)
+async def test_a_query_parameter_that_nobody_reads_is_refused(
+    cell: LocalCell, pipeline_id: str, method: str, path: str, param: str, says: str
+) -> None:
+    async with cell.client() as client:
+        answer = await client.request(method, path.replace("{id}", pipeline_id), json={"input": "x"})
+    assert answer.status_code == 400
+    if method != "HEAD":
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: ")
+        assert says in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models?limit=20", "/healthz?from=probe"])
+async def test_compatible_routes_and_probes_take_what_their_callers_add(cell: LocalCell, path: str) -> None:
+    async with cell.client() as client:
+        assert (await client.get(path)).status_code == 200
+        asked = {"model": CHAT_MODEL, "messages": HELLO, "max_tokens": 2}
+        assert (await client.post(CHAT + "?api-version=2024", json=asked)).status_code == 200
+    await cell.until_idle()
+
+
+async def test_a_source_that_pipelines_read_is_deleted_only_by_force(cell: LocalCell) -> None:
+    async with cell.client() as client:
+        made = await client.post(SOURCES, json={"name": "read by two", "type": "qdrant"})
+        source_id = made.json()["data_source_id"]
+        for step in ({"data_source_id": source_id}, {"source": "read by two"}):
+            contract = steps({"type": "retrieval", **step}, GENERATION)
+            taken = await client.post(PIPELINES, content=contract)
+            assert taken.status_code == 201, taken.text
+        refused = await client.delete(f"{SOURCES}/{source_id}")
+        assert refused.status_code == 409, refused.text
+        error = ErrorEnvelope.model_validate(refused.json()).error
+        assert taken.json()["pipeline_id"] in error.message
+        assert len(error.details["pipelines"]) == 2
+        assert "force=true" in error.message
+        assert (await client.get(f"{SOURCES}/{source_id}")).status_code == 200
+        forced = await client.delete(f"{SOURCES}/{source_id}", params={"force": "true"})
+        assert forced.status_code == 200, forced.text
+        assert (await client.get(f"{SOURCES}/{source_id}")).status_code == 404
+        unused = await client.post(SOURCES, json={"name": "read by none", "type": "qdrant"})
+        assert (await client.delete(f"{SOURCES}/{unused.json()['data_source_id']}")).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/pipelines", CHAT, "/v1/models", "/v1/units"])

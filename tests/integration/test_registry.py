@@ -178,8 +178,36 @@ async def test_a_revision_deploys_while_the_active_one_serves(redis: Redis) -> N
     with pytest.raises(NotFound):
         await registry.revise_pipeline("umbrella", made.pipeline_id, CONTRACT)
     await registry.revise_pipeline("acme", made.pipeline_id, CONTRACT)
+    assert await registry.unsettled() == [("acme", made.pipeline_id, 4)]
     await registry.delete_pipeline("acme", made.pipeline_id)
     assert await registry.unsettled() == []
+
+
+@pytest.mark.parametrize("status", [PipelineStatus.DEPLOYING, PipelineStatus.ACTIVE, PipelineStatus.FAILED])
+async def test_an_equal_contract_is_no_revision(redis: Redis, status: PipelineStatus) -> None:
+    registry = Registry(redis)
+    made = await registry.create_pipeline("acme", CONTRACT)
+    await registry.set_status("acme", made.pipeline_id, 1, status, "so it is")
+    before, unsettled = await registry.read_pipeline("acme", made.pipeline_id), await registry.unsettled()
+    same = await registry.revise_pipeline(
+        "acme", made.pipeline_id, CONTRACT.model_copy(deep=True), idempotency_key="k"
+    )
+    assert same == before == await registry.read_pipeline("acme", made.pipeline_id)
+    assert await registry.unsettled() == unsettled
+    with pytest.raises(IdempotencyReused):
+        await registry.revise_pipeline("acme", made.pipeline_id, revised("other"), idempotency_key="k")
+    assert (await registry.revise_pipeline("acme", made.pipeline_id, revised("other"))).revision == 2
+
+
+async def test_what_another_process_changed_is_read_at_once(redis: Redis) -> None:
+    here, there = Registry(redis), Registry(redis)
+    made = await here.create_pipeline("acme", CONTRACT)
+    assert (await here.get_pipeline("acme", made.pipeline_id)).revision == 1
+    await there.revise_pipeline("acme", made.pipeline_id, revised("second"))
+    assert (await here.read_pipeline("acme", made.pipeline_id)).revision == 2
+    await there.delete_pipeline("acme", made.pipeline_id)
+    with pytest.raises(NotFound):
+        await here.read_pipeline("acme", made.pipeline_id)
 
 
 async def test_revisions_at_the_same_time_are_all_kept_apart(redis: Redis) -> None:
@@ -209,7 +237,9 @@ async def test_an_idempotency_key_makes_one_revision(redis: Redis) -> None:
     assert [record.revision for record in records] == [2] * 6
     with pytest.raises(IdempotencyReused):
         await registry.revise_pipeline("acme", made.pipeline_id, revised("third"), idempotency_key="k")
-    elsewhere = await registry.revise_pipeline("acme", other.pipeline_id, CONTRACT, idempotency_key="k")
+    elsewhere = await registry.revise_pipeline(
+        "acme", other.pipeline_id, revised("second"), idempotency_key="k"
+    )
     assert elsewhere.revision == 2
 
 

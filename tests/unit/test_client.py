@@ -239,12 +239,22 @@ def test_apply_makes_the_next_revision_of_a_name_that_is_taken() -> None:
     )
     record = grid_of(script).apply_pipeline({"name": "support"})
     assert (record["pipeline_id"], record["revision"], record["status"]) == ("pl-1", 2, "active")
+    assert record["unchanged"] is False
     assert [(r.method, r.url.path) for r in script.asked] == [
         ("GET", "/v1/pipelines"),
         ("PUT", "/v1/pipelines/pl-1"),
         *[("GET", "/v1/pipelines/pl-1")] * 3,
     ]
     assert script.asked[1].headers["idempotency-key"]
+
+
+def test_apply_says_so_where_the_contract_is_what_is_there() -> None:
+    script = Script(
+        httpx.Response(200, json={"pipelines": [LISTED]}),
+        httpx.Response(200, json=LISTED),
+        httpx.Response(200, json=LISTED),
+    )
+    assert grid_of(script).apply_pipeline({"name": "support"})["unchanged"] is True
 
 
 def test_apply_creates_what_has_no_name_yet() -> None:
