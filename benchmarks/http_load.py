@@ -130,8 +130,8 @@ async def load(order: dict[str, Any]) -> dict[str, Any]:
 
 
 async def turns(order: dict[str, Any]) -> dict[str, Any]:
-    """Return what `load` returns for each side, `turns` (the requests per second of each, in their order), and
-    the CPU seconds that the watched processes spent in them."""
+    """Return what `load` returns for each side, with `turns` (the requests per second of each, in order) and
+    `cpu_s`, which the watched processes spent in them."""
     names = list(order["sides"])
     requests = {name: request_of(order, headers) for name, headers in order["sides"].items()}
     tallies = {name: Tally() for name in names}

@@ -6,9 +6,9 @@ Starts a cell of one simulated unit that waits for nothing, whose tracing export
 cores that reads and discards, and whose own CPU time is among the figures. 32 clients; a request says by its
 `traceparent` whether it is traced, so both sides share every process and every client, and they take turns
 of two seconds. Spans leave at most two seconds late, so half of what it costs to send them (a tenth of the
-whole) falls into the other side's turns. Answers of one token are the hardest case, answers of 128 an everyday one.
-Every traced request is exported whole: sampling would only make it cheaper. `--null` compares untraced
-requests with themselves: what is then away from 1 is the machine's noise.
+whole) falls into the other side's turns. Answers of one token are the hardest case, answers of 128 an
+everyday one. Every traced request is exported whole: sampling would only make it cheaper. `--null` compares
+untraced requests with themselves: what is then away from 1 is the machine's noise.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Rand
     """Choose a unit for `request`; reserve nothing (that is the caller's next step, unless a dry run).
 
     Raises InvalidRequest for counts that make no sense, and for an output that would leave no unit's context
-    any room; Overloaded when units could run it but are full or silent; else NoEligibleUnit. All but the first
-    carry `rejected_by_code`, `reasons` and `ever`, and where the request asks to explain `rejections`, each a
-    list of a `Rejection`'s fields.
+    any room; Overloaded when units could run it but are full or silent; else NoEligibleUnit. All but the
+    first carry `rejected_by_code`, `reasons` and `ever`, and where the request asks to explain `rejections`,
+    each a list of a `Rejection`'s fields.
     """
     _check(request)
     question = Question(request, view, now_s)
