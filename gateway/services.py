@@ -30,6 +30,7 @@ from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.wire.link import LinkPool, Resolve
 from grid.words import UnitState, new_id
 from placement.client import PlacementClient
+from placement.fleet import Rules
 
 if TYPE_CHECKING:
     from grid.ray_figures import RayFigures
@@ -72,7 +73,7 @@ class Services:
             await self.redis.ping()
         except (RedisError, OSError):
             reasons.append("the state store (Redis) does not answer")
-        if not self.placement.connected:
+        if not self.placement.able:
             reasons.append("the placement actor can't be reached")
         ready: dict[str, int] = {}
         for unit in self.placement.fleet.units:
@@ -110,7 +111,7 @@ async def build_services(config: Config, *, resolve_placement: Resolve, resolve_
     peer_id = new_id("gateway-")
     redis = await open_redis(config)
     registry = Registry(redis)
-    placement = PlacementClient(resolve_placement, peer_id=peer_id, secret=secret)
+    placement = PlacementClient(resolve_placement, peer_id=peer_id, secret=secret, rules=Rules.of(config))
     links = LinkPool(role=ROLE, peer_id=peer_id, secret=secret)
     bulk_links = LinkPool(role=ROLE, peer_id=peer_id, secret=secret)
     stores = open_stores(config, resolve_vectors, peer_id=peer_id, secret=secret)

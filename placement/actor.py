@@ -56,18 +56,11 @@ SERVE_GAP_S = 0.005
 """Within it, slots that reports freed are given out: far below a request's time, and a thousand units that
 report at once cost one look at the queue. A settlement gives its slot out at once."""
 
+GATHER_S = 1.5
+"""After a start: units reconnect within a second. Gateways that know the fleet decide by themselves."""
+
 DECIDE_SAMPLES = 1024
 """Newest decision times kept for the percentiles of `stats`."""
-
-
-def rules_of(config: Config) -> Rules:
-    return Rules(
-        aliases={name: alias.model for name, alias in config.aliases.items()},
-        lease_s=config.placement.lease_s,
-        stale_after_s=config.placement.stale_after_ms / 1e3,
-        prefer_region_wait_ms=config.placement.prefer_region_wait_ms,
-        isolated_share_max=config.placement.isolated_share_max,
-    )
 
 
 def limits_of(config: Config) -> Limits:
@@ -101,7 +94,7 @@ class PlacementActor:
         self._clock = clock
         self._rng = rng or random.Random()
         # Milliseconds of wall time: a restarted actor's versions are above all that it gave out before.
-        self._view = View(rules_of(config), clock(), first_version=time.time_ns() // 1_000_000)
+        self._view = View(Rules.of(config), clock(), first_version=time.time_ns() // 1_000_000)
         self._dispatch = Dispatch(self._view, limits_of(config), self._decide)
         self._gateways: dict[int, Peer] = {}
         """By link: those that have asked for a unit."""
@@ -114,6 +107,8 @@ class PlacementActor:
         self._counts: Counter[str] = Counter()
         self._decide_us: deque[float] = deque(maxlen=DECIDE_SAMPLES)
         self._mass_stale = False
+        self._is_gathering = False
+        self._gathered_s = 0.0
         self._tracer: ExportingTracer | None = None
         self._server: LinkServer | None = None
         self._canaries: Canaries | None = None
@@ -153,6 +148,7 @@ class PlacementActor:
         self._tracer = open_tracer(
             self._config.tracing, "placement", self._config.cell.name, self._config.cell.region
         )
+        self._gathered_s, self._is_gathering = self._clock() + GATHER_S, True
         address = await self._server.start(*self._listen_on)
         self._ticker = asyncio.create_task(self._tick_loop())
         return address
@@ -381,6 +377,9 @@ class PlacementActor:
         assert self._canaries is not None
         for card in self._view.canaries_due(now_s):
             self._canaries.send(card)
+        if self._is_gathering and now_s >= self._gathered_s:
+            self._is_gathering = False
+            self._push_all()
         if now_s - self._pushed_s >= PUSH_PERIOD_S:
             self._push_all()
 
@@ -411,7 +410,9 @@ class PlacementActor:
         """Send the view; whoever does not read is skipped, because the next push replaces this one."""
         if peers:
             view = self._view
-            fleet = Fleet(0, view.version, view.snapshot(now_s), view.gpu_snapshot(now_s))
+            fleet = Fleet(
+                *(0, view.version, view.snapshot(now_s), view.gpu_snapshot(now_s)), self._is_gathering
+            )
             for peer in peers:
                 peer.send(fleet)
 

@@ -8,6 +8,7 @@ last, where only cost counts. Ties are broken at random, so that deciders do not
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,17 @@ MAX_RETRY_AFTER_S = 30.0
 """A client told to stay away longer would miss units that come back."""
 
 
-def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Random) -> Decision:
+Among = Callable[[Question, Sifted], Ints]
+"""Which of a view's rows are priced, ascending."""
+
+
+def _eligible(question: Question, sifted: Sifted) -> Ints:
+    return sifted.rows
+
+
+def decide(
+    request: PlacementRequest, view: View, now_s: float, rng: random.Random, among: Among = _eligible
+) -> Decision:
     """Choose a unit for `request`; reserve nothing (that is the caller's next step, unless a dry run).
 
     Raises InvalidRequest for counts that make no sense, and for an output that would leave no unit's context
@@ -54,13 +65,14 @@ def decide(request: PlacementRequest, view: View, now_s: float, rng: random.Rand
     _check(request)
     question = Question(request, view, now_s)
     sifted = sift(question)
-    if not len(sifted.rows):
+    rows = among(question, sifted)
+    if not len(rows):
         raise _refusal(question, sifted)
     forecast = view.forecast(request)
-    costs = price(request, view, forecast, sifted.rows)
+    costs = price(request, view, forecast, rows)
     listed = MAX_LISTED if request.explain else NEXT_BEST + 1
-    order = _best_first(_keys(question, sifted.rows, costs), listed, rng)
-    candidates = tuple(_candidate(view, sifted.rows.item(index), costs, index) for index in order)
+    order = _best_first(_keys(question, rows, costs), listed, rng)
+    candidates = tuple(_candidate(view, rows.item(index), costs, index) for index in order)
     return Decision(
         reservation_id=request.reservation_id,
         chosen=candidates[0],

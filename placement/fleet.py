@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from grid.config import Config
 from grid.errors import InvalidRequest, Saturated
 from grid.words import (
     UNKNOWN,
@@ -68,6 +69,16 @@ class Rules:
     stale_after_s: float = 0.5
     prefer_region_wait_ms: float = 2000.0
     isolated_share_max: float = 0.5
+
+    @classmethod
+    def of(cls, config: Config) -> Rules:
+        return cls(
+            aliases={name: alias.model for name, alias in config.aliases.items()},
+            lease_s=config.placement.lease_s,
+            stale_after_s=config.placement.stale_after_ms / 1e3,
+            prefer_region_wait_ms=config.placement.prefer_region_wait_ms,
+            isolated_share_max=config.placement.isolated_share_max,
+        )
 
     def model(self, name: str) -> str:
         """Return the model that `name` stands for: an alias' target, else itself."""
@@ -498,6 +509,13 @@ class View:
     def isolated_units(self) -> Mapping[str, str]:
         """Return why, by unit, for all that are isolated."""
         return self._isolation.isolated
+
+    def isolate(self, reasons: Mapping[str, str]) -> None:
+        """Take over another view's verdict; it holds until something changes."""
+        self._isolation.isolated = dict(reasons)
+        for unit_id in reasons:
+            self.columns.isolated[self._rows[unit_id]] = True
+        self._remembered.clear()
 
     def condemned(self) -> list[Condemned]:
         """Return the units that are to be replaced."""

@@ -138,6 +138,8 @@ class Fleet(NamedTuple):
     units: tuple[FleetUnit, ...]
     gpus: tuple[FleetGpu, ...] = ()
     """Every GPU that a probe reads, also those without units."""
+    gathering: bool = False
+    """The placement actor has only just started: units may be missing that have not reconnected yet."""
 
 
 class DrainUnit(NamedTuple):

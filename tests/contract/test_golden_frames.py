@@ -405,7 +405,7 @@ def test_trailing_fields_that_an_older_peer_lacks_take_their_defaults(message: W
 
 def test_records_inside_a_message_grow_and_lack_fields_alike() -> None:
     frame = golden()["Fleet"]
-    [[stream, version, [[card, load, reserved, age_ms, isolated]], _gpus]] = msgspec.msgpack.decode(
+    [[stream, version, [[card, load, reserved, age_ms, isolated]], *_]] = msgspec.msgpack.decode(
         frame[HEADER_BYTES:]
     )
     newer_card, older_load = [*card, "zone-b", 7], load[:9]

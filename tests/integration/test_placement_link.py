@@ -362,21 +362,36 @@ async def test_units_that_join_together_are_pushed_together(cell: Cell) -> None:
 async def test_a_client_outlives_the_actor(cell: Cell) -> None:
     await cell.unit(make_card())
     async with cell.client() as client:
-        await client.place(make_request("req_1"), 5)
+        assert not (await client.place(make_request("req_1"), 5)).stale_view
         before = client.fleet.version
         await cell.down()
-        waiting = asyncio.create_task(client.place(make_request("req_2"), 30))
         await until(lambda: not client.connected)
-        assert client.fleet.units, "the last view stays"
+        alone = await client.place(make_request("req_2"), 5)
+        assert (alone.chosen.unit_id, alone.stale_view) == ("u0", True)
         await cell.up()
         await cell.unit(make_card("u9"))
-        try:
-            assert (await waiting).chosen.unit_id == "u9"
-        except NoEligibleUnit:
-            # It was asked between the new actor's start and its first unit: then it must be told so.
-            assert (await client.place(make_request("req_2"), 30)).chosen.unit_id == "u9"
+        await until(lambda: client.connected)
+        still = await client.place(make_request("req_3"), 5)
+        assert (still.chosen.unit_id, still.stale_view) == ("u0", True), "the new actor may not know all yet"
         await until(lambda: client.fleet.version > before and len(client.fleet.units) == 1)
+        client.settle("req_3/s/0", "done")
+        there = await client.place(make_request("req_4"), 5)
+        assert (there.chosen.unit_id, there.stale_view) == ("u9", False)
         assert cell.view.loads() == {"u9": 1}
+
+
+async def test_an_actor_that_knows_all_again_is_asked_at_once(cell: Cell) -> None:
+    await cell.unit(make_card())
+    async with cell.client() as client:
+        await until(lambda: bool(client.fleet.units) and not client.fleet.gathering)
+        before = client.fleet.version
+        await cell.down()
+        await until(lambda: not client.connected)
+        await cell.up()
+        await cell.unit(make_card())
+        await until(lambda: client.fleet.version > before)
+        assert client.fleet.gathering
+        assert not (await client.place(make_request(), 5)).stale_view
 
 
 async def test_without_the_actor_the_caller_is_told_to_come_back(cell: Cell) -> None:

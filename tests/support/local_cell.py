@@ -25,6 +25,7 @@ from gateway.services import LINK_KEY_FILE, Services, build_services
 from gateway.trust.keyfiles import read_or_make_secret, secret_path
 from grid.config import Config, Model
 from grid.engines.base import EngineFacts, EngineLoad
+from grid.errors import UnitLost
 from grid.units.actor import Site, UnitActor
 from grid.units.nodes import Node, on_node
 from grid.words import Precision
@@ -92,13 +93,25 @@ def cell_config(state_dir: Path, **gateway: Any) -> Config:
 
 
 @dataclass(slots=True)
+class CurrentPlacement:
+    """Where the placement actor is, for all who look for it."""
+
+    actor: PlacementActor | None
+
+    async def address(self) -> tuple[str, int]:
+        if self.actor is None:
+            raise UnitLost("placement is away")
+        return await self.actor.address()
+
+
+@dataclass(slots=True)
 class LocalCell:
     config: Config
     base_url: str
     operator_key: str
     tenant_key: str
     services: Services
-    placement: PlacementActor
+    current: CurrentPlacement
     units: dict[str, UnitActor]
     replicas: tuple[tuple[str, Services], ...]
     """Every gateway replica: its address and its services; the first one is `base_url`'s."""
@@ -111,6 +124,21 @@ class LocalCell:
         return httpx.AsyncClient(
             base_url=self.replicas[replica][0], headers=headers, timeout=20.0, verify=False
         )
+
+    @property
+    def placement(self) -> PlacementActor:
+        assert self.current.actor is not None, "placement is away"
+        return self.current.actor
+
+    async def lose_placement(self) -> None:
+        """End the placement actor and all that it knows."""
+        actor, self.current.actor = self.placement, None
+        await actor.close()
+
+    async def restart_placement(self) -> None:
+        """Start another one, which knows nothing."""
+        self.current.actor = PlacementActor(self.config)
+        await self.current.actor.start()
 
     async def tenant(self, name: str) -> str:
         """Return a key of another tenant."""
@@ -136,7 +164,7 @@ class LocalCell:
 async def local_cell(config: Config, replicas: int = 1) -> AsyncIterator[LocalCell]:
     state_dir = config.cell.state_dir
     read_or_make_secret(secret_path(state_dir, LINK_KEY_FILE))
-    placement = PlacementActor(config)
+    placement = CurrentPlacement(PlacementActor(config))
     vectors = VectorsActor(config)
     units: dict[str, UnitActor] = {}
     built: list[Services] = []
@@ -150,7 +178,7 @@ async def local_cell(config: Config, replicas: int = 1) -> AsyncIterator[LocalCe
 
     with running_redis(state_dir):
         try:
-            await placement.start()
+            await placement.address()
             for unit_id, model in planned_units(config):
                 units[unit_id] = _unit(config, model, unit_id, placement)
                 await units[unit_id].start()
@@ -178,7 +206,8 @@ async def local_cell(config: Config, replicas: int = 1) -> AsyncIterator[LocalCe
             for unit in units.values():
                 await unit.stop()
             await vectors.close()
-            await placement.close()
+            if placement.actor is not None:
+                await placement.actor.close()
 
 
 def planned_units(config: Config) -> Iterator[tuple[str, Model]]:
@@ -193,7 +222,7 @@ def planned_units(config: Config) -> Iterator[tuple[str, Model]]:
                 yield "-".join(filter(None, (model.name, label, str(index)))), planned
 
 
-def _unit(config: Config, model: Model, unit_id: str, placement: PlacementActor) -> UnitActor:
+def _unit(config: Config, model: Model, unit_id: str, placement: CurrentPlacement) -> UnitActor:
     return UnitActor(
         config,
         model,
