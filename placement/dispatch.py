@@ -58,26 +58,22 @@ class Dispatch:
     def place(self, request: PlacementRequest, holder: int, stream: int, now_s: float) -> list[Answer]:
         """Decide and reserve, or let it wait: then it is answered by a later event."""
         if request.dry_run:
-            return [self._answer(request, holder, stream, now_s)]
+            return [Answer(holder, stream, request, self._told(request, now_s))]
         # Asked again, by a gateway that lost its link or its patience: what was before is void.
         answers = self.end(request.reservation_id, now_s)
         pool = self.queue.pools.get(self._view.rules.model(request.model))
         if pool is not None and pool.waiting:
             answers += self._serve_pool(pool.model, now_s)
+        held = self._worth_waiting(request, holder, stream, now_s)
+        if held is not None and self._join(held, now_s, None) is None:
+            return answers
         try:
-            waiting = self._worth_waiting(request, holder, stream, now_s)
-            if waiting is None:
-                return [*answers, Answer(holder, stream, request, self._reserve(request, holder, now_s, 0.0))]
+            outcome: Decision | GridError | None = self._reserve(request, holder, now_s, 0.0)
         except Saturated as full:
-            waiting = self._waiting(request, holder, stream, now_s)
-            refusal = self._join(waiting, now_s, full)
+            outcome = self._join(self._waiting(request, holder, stream, now_s), now_s, full)
         except GridError as refused:
-            return [*answers, Answer(holder, stream, request, refused)]
-        else:
-            refusal = self._join(waiting, now_s, None)
-            if refusal is not None:
-                return [*answers, self._answer(request, holder, stream, now_s)]
-        return answers if refusal is None else [*answers, Answer(holder, stream, request, refusal)]
+            outcome = refused
+        return answers if outcome is None else [*answers, Answer(holder, stream, request, outcome)]
 
     def end(self, reservation_id: str, now_s: float) -> list[Answer]:
         """End a reservation without an outcome, or the wait for one."""
@@ -133,13 +129,11 @@ class Dispatch:
 
     # --- deciding ---------------------------------------------------------------------------
 
-    def _answer(self, request: PlacementRequest, holder: int, stream: int, now_s: float) -> Answer:
+    def _told(self, request: PlacementRequest, now_s: float) -> Decision | GridError:
         try:
-            if request.dry_run:
-                return Answer(holder, stream, request, self._decide(request, now_s))
-            return Answer(holder, stream, request, self._reserve(request, holder, now_s, 0.0))
+            return self._decide(request, now_s)
         except GridError as refused:
-            return Answer(holder, stream, request, refused)
+            return refused
 
     def _reserve(self, request: PlacementRequest, holder: int, now_s: float, queued_ms: float) -> Decision:
         decision = self._decide(request, now_s)

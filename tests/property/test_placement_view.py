@@ -13,11 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fleet import make_card, make_load, make_request, make_view
 
-from grid.errors import NoEligibleUnit, Rejected, Saturated
+from grid.errors import Cancelled, NoEligibleUnit, Rejected, Saturated
 from grid.words import Decision, PlacementRequest, UnitCard, UnitState
 from placement import cost
 from placement.decide import decide
+from placement.dispatch import Answer, Dispatch
 from placement.fleet import Rules, View
+from placement.lines import URGENT
+from placement.queue import Limits
 from placement.reports import Spent
 
 LEASE_S = 3.0
@@ -26,6 +29,8 @@ STEP_S = 0.125
 """Exact in binary, so that the model and the view agree on when a lease is over."""
 LEASE_TICKS = int(LEASE_S / STEP_S)
 UNITS, GATEWAYS, MODELS = 2, 2, ("model-x", "model-y")
+LONGEST_S = 4.0
+LIMITS = Limits(most=12, most_per_tenant=6, wait_ms=1e3 * LONGEST_S)
 
 
 @dataclass
@@ -169,10 +174,13 @@ class Fleet(RuleBasedStateMachine):
             assert all(self.load_of(index) >= 2 for index in able)
             return
         self.view.reserve(request, decision.chosen.unit_id, self.links[gateway], self.now_s)
+        self.hold(key, decision, self.links[gateway])
+
+    def hold(self, key: str, decision: Decision, link: int) -> None:
         index = int(decision.chosen.unit_id[1:])
         incarnation = decision.chosen.incarnation
         assert incarnation == self.units[index].card.incarnation
-        self.open[key] = Held(index, incarnation, self.links[gateway], False, self.now_s + LEASE_S)
+        self.open[key] = Held(index, incarnation, link, False, self.now_s + LEASE_S)
         self.on_way.append((key, index, incarnation))
 
     @precondition(lambda self: self.on_way)
@@ -320,6 +328,187 @@ def test_a_long_random_walk(seed: int) -> None:
     for step in steps:
         step()
         fleet.every_request_counts_once()
+    fleet.teardown()
+
+
+class QueueingFleet(Fleet):
+    """The same with those who wait: each is answered once, and no slot that fits is kept from anybody.
+
+    What the units and the gateways do is as in `Fleet`; every answer comes by way of the dispatch.
+    """
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def begin(self, seed: int) -> None:
+        super().begin(seed)
+        self.dispatch = Dispatch(
+            self.view, LIMITS, lambda request, now_s: decide(request, self.view, now_s, self.rng)
+        )
+        self.asked: dict[int, tuple[str, int, float]] = {}
+        """By stream: who has not been answered yet, on which link, and when at the latest."""
+        self.streams = 0
+
+    @rule(
+        gateway=st.integers(0, GATEWAYS - 1),
+        model=st.sampled_from(MODELS),
+        again=st.booleans(),
+        tenant=st.sampled_from("abc"),
+        priority=st.sampled_from([0, 0, 5, URGENT]),
+        deadline_s=st.sampled_from([0.0, 0.5, 60.0]),
+        prefer=st.booleans(),
+    )
+    def ask(
+        self,
+        gateway: int,
+        model: str,
+        again: bool,
+        tenant: str,
+        priority: int,
+        deadline_s: float,
+        prefer: bool,
+    ) -> None:
+        number = self.rng.randint(1, self.numbers) if again and self.numbers else self.fresh_number()
+        request = make_request(
+            f"req_{number}",
+            model=model,
+            tenant_id=tenant,
+            priority=priority,
+            deadline_ms=1e3 * deadline_s,
+            prefer_regions=("eu-central-1",) if prefer else (),
+        )
+        key, link = request.reservation_id, self.links[gateway]
+        if any(key in unit.works_on for unit in self.units):
+            return  # a gateway never asks anew for what already runs
+        if key in self.open:
+            self.end(key)
+        self.streams += 1
+        self.asked[self.streams] = key, link, self.now_s + min(deadline_s or LONGEST_S, LONGEST_S)
+        self.hear(self.dispatch.place(request, link, self.streams, self.now_s))
+
+    def place(self, gateway: int, model: str, again: bool) -> None:
+        self.ask(gateway, model, again, "a", 0, 0.0, prefer=False)
+
+    def hear(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            key, link, _ = self.asked.pop(answer.stream)
+            assert (answer.request.reservation_id, answer.holder) == (key, link)
+            if isinstance(answer.outcome, Decision):
+                self.hold(key, answer.outcome, link)
+            elif isinstance(answer.outcome, Saturated):
+                assert answer.outcome.retry_after_s > 0
+            else:
+                assert isinstance(answer.outcome, Cancelled | NoEligibleUnit)
+
+    @rule(pick=st.integers(0, 9), outcome=st.sampled_from(OUTCOMES), unit_ends=st.booleans())
+    def settle(self, pick: int, outcome: str, unit_ends: bool) -> None:
+        waiting = [key for key, _, _ in self.asked.values()]
+        keys = [*self.open, *waiting, "req_unknown/s/0"]
+        key = keys[pick % len(keys)]
+        if unit_ends:
+            for unit in self.units:
+                unit.works_on.discard(key)
+        is_known = key in self.open or key in waiting
+        if key in self.open:
+            self.end(key)
+        held, answers = self.dispatch.settle(key, outcome, self.now_s)
+        assert held == is_known
+        self.hear(answers)
+
+    @rule(gateway=st.integers(0, GATEWAYS - 1))
+    def lose_gateway(self, gateway: int) -> None:
+        link = self.links[gateway]
+        gone = [stream for stream, (_, on, _) in self.asked.items() if on == link]
+        assert self.dispatch.leave(link) == len(gone)
+        for stream in gone:
+            del self.asked[stream]
+        super().lose_gateway(gateway)
+
+    @rule(index=st.integers(0, UNITS - 1), draining=st.booleans())
+    def drain(self, index: int, draining: bool) -> None:
+        self.view.drain(f"u{index}", draining)
+
+    @rule()
+    def serve(self) -> None:
+        self.hear(self.dispatch.serve(self.now_s))
+        rng = random.Random(0)
+        for waiting in self.dispatch.queue:
+            _, refused = ask(self.view, waiting.request, self.now_s, rng)
+            assert refused is not None or waiting.regions, "a free slot is kept from one whom it fits"
+        for key, _, until_s in self.asked.values():
+            assert until_s > self.now_s, f"{key} waits beyond its time"
+
+    @rule(ticks=st.integers(1, 20))
+    def time_passes(self, ticks: int) -> None:
+        super().time_passes(ticks)
+        self.serve()
+
+    @invariant()
+    def every_question_waits_until_it_is_answered(self) -> None:
+        if not hasattr(self, "dispatch"):
+            return
+        queue = self.dispatch.queue
+        assert {waiting.stream for waiting in queue} == set(self.asked)
+        assert len(queue) <= LIMITS.most
+        tenants = Counter(waiting.request.tenant_id for waiting in queue)
+        assert max(tenants.values(), default=0) <= LIMITS.most_per_tenant
+        for pool in queue.pools.values():
+            here = [waiting for waiting in queue if waiting.model == pool.model]
+            assert pool.waiting == len(here)
+            assert pool.tenants == len({waiting.request.tenant_id for waiting in here})
+            assert pool.cost_ms == pytest.approx(sum(waiting.cost_ms for waiting in here))
+            assert set(pool.in_order(pool.lines.values(), len(here) + 1)) == set(here)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "dispatch"):
+            return
+        self.now_s += LONGEST_S
+        self.view.tick(self.now_s)
+        self.serve()
+        assert not self.asked
+        assert len(self.dispatch.queue) == 0
+        assert not any(pool.lines or pool.flows for pool in self.dispatch.queue.pools.values())
+        self.rng.shuffle(keys := [*self.open])
+        for key in keys:
+            self.end(key)
+            assert self.dispatch.settle(key, "done", self.now_s)[0]
+        super().teardown()
+
+
+TestQueueingFleet = QueueingFleet.TestCase
+TestQueueingFleet.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_long_random_walk_with_a_queue(seed: int) -> None:
+    rng, fleet = random.Random(seed), QueueingFleet()
+    fleet.begin(seed)
+    one_in, flip = rng.randrange, lambda: rng.random() < 0.5
+
+    def question() -> None:
+        urgency, left_s = rng.choice([0, 0, 0, 5, URGENT]), rng.choice([0.0, 0.5, 60.0])
+        fleet.ask(
+            one_in(GATEWAYS), rng.choice(MODELS), one_in(5) == 0, rng.choice("abc"), urgency, left_s, flip()
+        )
+
+    walk: list[tuple[int, Callable[[], object]]] = [
+        (20, question),
+        (8, lambda: fleet.submits_arrive(1, report=flip()) if fleet.on_way else None),
+        (8, lambda: fleet.report(one_in(UNITS), one_in(2))),
+        (14, lambda: fleet.settle(one_in(6), rng.choice(OUTCOMES), unit_ends=flip())),
+        (4, fleet.serve),
+        (4, lambda: fleet.time_passes(1 + one_in(4))),
+        (1, lambda: fleet.time_passes(LEASE_TICKS)),
+        (1, lambda: fleet.lose_gateway(one_in(GATEWAYS))),
+        (1, lambda: fleet.lose_unit_link(one_in(UNITS))),
+        (1, lambda: fleet.restart_unit(one_in(UNITS), comes_back=flip())),
+        (2, lambda: fleet.drain(one_in(UNITS), draining=one_in(4) == 0)),
+        (8, lambda: fleet.connect(one_in(UNITS), report=True)),
+    ]
+    for step in rng.choices([step for _, step in walk], [weight for weight, _ in walk], k=400):
+        step()
+        fleet.every_request_counts_once()
+        fleet.every_question_waits_until_it_is_answered()
     fleet.teardown()
 
 
