@@ -142,6 +142,10 @@ class AsyncGrid:
     async def gpus(self) -> list[Json]:
         return await self._run(self._operations.gpus())
 
+    async def queues(self) -> list[Json]:
+        """Return, for each model that somebody waits for, how many do and how long that takes."""
+        return await self._run(self._operations.queues())
+
     async def readiness(self) -> Json:
         """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
         return await self._run(self._operations.readiness())

@@ -156,6 +156,10 @@ class Grid:
         """Return every GPU of the cell with its newest reading; None is what it can't tell."""
         return self._run(self._operations.gpus())
 
+    def queues(self) -> list[Json]:
+        """Return, for each model that somebody waits for, how many do and how long that takes."""
+        return self._run(self._operations.queues())
+
     def readiness(self) -> Json:
         """Return `{"ready", "reasons"}`: whether the cell can run its models now, and if not, why."""
         return self._run(self._operations.readiness())

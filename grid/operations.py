@@ -100,6 +100,9 @@ class Operations:
     def gpus(self) -> Operation[list[Json]]:
         return self._list("/v1/units", "gpus")
 
+    def queues(self) -> Operation[list[Json]]:
+        return self._list("/v1/units", "queues")
+
     def readiness(self) -> Operation[Json]:
         """Asked once: a cell that isn't ready is an answer."""
         answer: Json = yield Call("GET", "/readyz", answers=(503,))

@@ -379,6 +379,18 @@ class FleetGpu(NamedTuple):
     """Ids of the units that run on it."""
 
 
+class FleetQueue(NamedTuple):
+    """Those who wait in placement's queue for one model, as gateways see them."""
+
+    model: str
+    waiting: int
+    tenants: int
+    oldest_ms: float
+    """How long the one that came first has waited."""
+    wait_ms: float
+    """Predicted, for a tenant that has nothing waiting."""
+
+
 ID_BYTES = 12
 """96 random bits: no collision worth a thought at any volume a cell can serve."""
 

@@ -411,7 +411,8 @@ class PlacementActor:
         if peers:
             view = self._view
             fleet = Fleet(
-                *(0, view.version, view.snapshot(now_s), view.gpu_snapshot(now_s)), self._is_gathering
+                *(0, view.version, view.snapshot(now_s), view.gpu_snapshot(now_s)),
+                *(self._is_gathering, self._dispatch.figures(now_s)),
             )
             for peer in peers:
                 peer.send(fleet)

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from grid.errors import Cancelled, GridError, InternalError, Saturated
-from grid.words import Decision, PlacementRequest
+from grid.words import Decision, FleetQueue, PlacementRequest
 from placement.columns import Floats, Ints, Mask
 from placement.decide import price, region_tiers
 from placement.filters import Question, sift, standing
 from placement.fleet import View
 from placement.lines import Fit, Line, Waiting
-from placement.queue import Figures, Limits, Queue
+from placement.queue import Limits, Queue
 from placement.reports import NOTHING_SPENT, Spent
 
 LOOK_AHEAD = 8
@@ -123,7 +123,7 @@ class Dispatch:
                 answers.append(self._expire(waiting, now_s))
         return answers
 
-    def figures(self, now_s: float) -> tuple[Figures, ...]:
+    def figures(self, now_s: float) -> tuple[FleetQueue, ...]:
         slots = Counter({model: self._slots(model) for model in self.queue.pools})
         return self.queue.figures(now_s, slots)
 

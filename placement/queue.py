@@ -18,7 +18,7 @@ from collections.abc import Collection, Hashable, Iterator
 from typing import NamedTuple
 
 from grid.errors import Overloaded, Saturated
-from grid.words import PlacementRequest
+from grid.words import FleetQueue, PlacementRequest
 from placement.lines import Flow, Line, Pool, Waiting
 
 MAX_LINES = 512
@@ -41,18 +41,6 @@ class Limits(NamedTuple):
     most_per_tenant: int
     wait_ms: float
     """Nobody waits longer; 0 lets nobody wait."""
-
-
-class Figures(NamedTuple):
-    """A pool, for people and metrics."""
-
-    model: str
-    waiting: int
-    tenants: int
-    oldest_s: float
-    """How long the request that came first has waited."""
-    wait_ms: float
-    """Predicted for a tenant that has nothing waiting."""
 
 
 class Queue:
@@ -164,18 +152,18 @@ class Queue:
         flow = pool.flows.get(waiting.request.tenant_id)
         return self._expect_ms(pool, waiting, 0.0 if flow is None else flow.cost_ms, slots, slots_here, now_s)
 
-    def figures(self, now_s: float, slots: Counter[str]) -> tuple[Figures, ...]:
+    def figures(self, now_s: float, slots: Counter[str]) -> tuple[FleetQueue, ...]:
         """Return a pool each in which somebody waits; `slots` by model."""
-        oldest_s: dict[str, float] = {}
+        oldest_ms: dict[str, float] = {}
         for waiting in self:
             # In order of arrival.
-            oldest_s.setdefault(waiting.model, now_s - waiting.joined_s)
+            oldest_ms.setdefault(waiting.model, 1e3 * (now_s - waiting.joined_s))
         return tuple(
-            Figures(
+            FleetQueue(
                 pool.model,
                 pool.waiting,
                 pool.tenants,
-                oldest_s[pool.model],
+                oldest_ms[pool.model],
                 min(pool.mean_ms * (pool.tenants + 1), pool.cost_ms + pool.mean_ms)
                 / pool.rate(slots[pool.model], now_s),
             )

@@ -30,6 +30,7 @@ class Totals(NamedTuple):
     ready: int
     streams: int
     waiting: int
+    """At units, and for one."""
     kv_tokens_used: int
     kv_tokens_total: int
 
@@ -43,39 +44,47 @@ def top(
     as_json: AsJson = False,
 ) -> None:
     """Watch units, streams, queues and KV cache, and how the key's calls go. `--json` implies `--once`."""
-    units, metrics = grid.units(), grid.metrics()["metrics"]
+    units, queues, metrics = look(grid)
     if as_json:
-        print_json({"totals": totals(units)._asdict(), "metrics": metrics, "units": units})
+        whole = totals(units, queues)._asdict()
+        print_json({"totals": whole, "metrics": metrics, "units": units, "queues": queues})
         return
     if once or not out.is_terminal:
-        out.print(screen(units, metrics))
+        out.print(screen(units, queues, metrics))
         return
     from rich.live import Live
 
-    with Live(screen(units, metrics), console=out, screen=True, refresh_per_second=FIGURES_PER_S) as live:
+    first = screen(units, queues, metrics)
+    with Live(first, console=out, screen=True, refresh_per_second=FIGURES_PER_S) as live:
         try:
             while True:
                 time.sleep(interval_s)
-                live.update(screen(grid.units(), grid.metrics()["metrics"]))
+                live.update(screen(*look(grid)))
         except KeyboardInterrupt:
             return
 
 
-def totals(units: list[dict[str, Any]]) -> Totals:
+def look(grid: Grid) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Return units, queues and the key's metrics."""
+    return grid.units(), grid.queues(), grid.metrics()["metrics"]
+
+
+def totals(units: list[dict[str, Any]], queues: list[dict[str, Any]]) -> Totals:
     kv_total = sum(unit["kv_tokens_total"] for unit in units)
     return Totals(
         units=len(units),
         ready=sum(unit["state"] == "ready" for unit in units),
         streams=sum(unit["running"] for unit in units),
-        waiting=sum(unit["waiting"] for unit in units),
+        waiting=sum(each["waiting"] for each in (*units, *queues)),
         kv_tokens_used=kv_total - sum(unit["kv_tokens_free"] for unit in units),
         kv_tokens_total=kv_total,
     )
 
 
-def screen(units: list[dict[str, Any]], metrics: dict[str, Any]) -> Group:
-    """Return what is drawn: a line of totals, a line of figures, a row for each unit, the busiest first."""
-    whole = totals(units)
+def screen(units: list[dict[str, Any]], queues: list[dict[str, Any]], metrics: dict[str, Any]) -> Group:
+    """Return what is drawn: totals, figures, a line for each model that is waited for, and a row for each
+    unit, the busiest first."""
+    whole = totals(units, queues)
     kv_share = whole.kv_tokens_used / whole.kv_tokens_total if whole.kv_tokens_total else 0.0
     p99_ms = metrics["p99_latency_ms"]
     head = Text.assemble(
@@ -98,7 +107,17 @@ def screen(units: list[dict[str, Any]], metrics: dict[str, Any]) -> Group:
         table.add_column(name, justify="right" if name in ("waiting", "KV", "age") else "left", no_wrap=True)
     for unit in sorted(units, key=lambda unit: (-load_of(unit), unit["unit_id"])):
         table.add_row(*row(unit))
-    return Group(head, calls, Text(), table)
+    waited_for = [Text(queued(queue), "yellow") for queue in queues]
+    return Group(head, calls, *waited_for, Text(), table)
+
+
+def queued(queue: dict[str, Any]) -> str:
+    tenants = f"{queue['tenants']} tenant{'s' if queue['tenants'] != 1 else ''}"
+    return (
+        f"{queue['waiting']} of {tenants} wait for {visible(queue['model'])}: "
+        f"the first for {queue['oldest_ms'] / 1000:.1f} s, a new tenant for about "
+        f"{queue['wait_ms'] / 1000:.1f} s"
+    )
 
 
 def load_of(unit: dict[str, Any]) -> float:

@@ -145,7 +145,7 @@ async def scrape(request: Request) -> Response:
     services: Services = call.services if call is not None else request.scope["state"]["services"]
     totals = await services.figures.totals()
     fleet = services.placement.fleet
-    text = render(totals, fleet.units, fleet.gpus, services.config.placement.stale_after_ms)
+    text = render(totals, fleet, services.config.placement.stale_after_ms)
     return Response(text, media_type=CONTENT_TYPE)
 
 

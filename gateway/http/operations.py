@@ -60,11 +60,13 @@ async def readyz(request: Request) -> Json:
 
 @router.get("/v1/units", responses={200: {"model": UnitList}, **errors()})
 async def list_units(call: InCall) -> Json:
-    """The hardware view: every unit and every GPU of the cell, each with its newest sample."""
+    """The hardware view: every unit and GPU of the cell, each with its newest sample, and the queues."""
     fleet = call.services.placement.fleet
     units = [unit_view(unit) for unit in sorted(fleet.units, key=lambda unit: unit.card.unit_id)]
     gpus = [gpu_view(gpu) for gpu in sorted(fleet.gpus, key=lambda gpu: (gpu.node_id, gpu.card.number))]
-    return Json(orjson.dumps({"fleet_version": fleet.version, "units": units, "gpus": gpus}))
+    queues = [queue._asdict() for queue in sorted(fleet.queues)]
+    answer = {"fleet_version": fleet.version, "units": units, "gpus": gpus, "queues": queues}
+    return Json(orjson.dumps(answer))
 
 
 @router.post(

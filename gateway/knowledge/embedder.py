@@ -57,6 +57,8 @@ class Embedded:
     usage: Usage
     placement: StepPlacement
     placement_ms: float
+    """Without `queue_ms`, the wait for a slot."""
+    queue_ms: float
     embed_ms: float
 
 
@@ -86,7 +88,7 @@ class Embedder:
         """Raises NoEligibleUnit or Saturated if no unit takes it, UnitLost, DeadlineExceeded."""
         loop = asyncio.get_running_loop()
         failed: list[str] = []
-        placement_ms = 0.0
+        placement_ms = queue_ms = 0.0
         while True:
             left_s = _left(order, loop.time())
             # Not the loop's time, which uvloop gives in whole milliseconds.
@@ -94,7 +96,8 @@ class Embedder:
             with span("place", Kind.CLIENT):
                 request = embed_request(order, len(failed) + 1, tuple(failed), left_s)
                 decision = await self._placement.place(request, left_s)
-            placement_ms += (time.monotonic() - started_s) * 1000
+            queue_ms += decision.queued_ms
+            placement_ms += max((time.monotonic() - started_s) * 1000 - decision.queued_ms, 0.0)
             if order.noted is not None:
                 order.noted.decided(order.step_id, decision)
             try:
@@ -107,7 +110,7 @@ class Embedder:
                 continue
             usage = Usage(input_tokens=reply.input_tokens, cu_seconds=reply.cu_seconds)
             placed = step_placement(order.step_id, decision, moves=len(failed))
-            return Embedded(_rows(reply, len(order.texts)), usage, placed, placement_ms, embed_ms)
+            return Embedded(_rows(reply, len(order.texts)), usage, placed, placement_ms, queue_ms, embed_ms)
 
     async def _call(self, order: EmbedOrder, decision: Decision) -> tuple[Vectors, float]:
         loop = asyncio.get_running_loop()

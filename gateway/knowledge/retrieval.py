@@ -112,6 +112,7 @@ class Retrieval:
                 type="retrieval",
                 total_ms=(ended_s - started_s) * 1000,
                 placement_ms=embedded.placement_ms,
+                queue_ms=embedded.queue_ms,
                 embed_ms=embedded.embed_ms,
                 search_ms=(ended_s - search_s) * 1000,
                 usage=embedded.usage,

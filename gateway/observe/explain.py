@@ -194,6 +194,7 @@ def _placement_view(attempt: _Attempt) -> dict[str, Any]:
         "candidate_count": decision.candidates,
         "rejected_by_code": dict(decision.rejected_by_code),
         "decide_us": round(decision.decide_us, 1),
+        "queued_ms": round(decision.queued_ms, 3),
         "fleet_version": decision.fleet_version,
         "stale_view": decision.stale_view,
     }

@@ -6,7 +6,7 @@ So a scrape may reach any replica, and counters don't fall when one restarts or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -35,7 +35,7 @@ from gateway.observe.series import (
     all_series,
 )
 from gateway.observe.totals import Sums
-from grid.words import FleetGpu, FleetUnit
+from grid.wire.messages import Fleet
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SUFFIXES = {
@@ -51,12 +51,10 @@ SUFFIXES = {
 }
 
 
-def render(
-    totals: Sums, units: Iterable[FleetUnit], gpus: Iterable[FleetGpu], stale_after_ms: float
-) -> bytes:
+def render(totals: Sums, fleet: Fleet, stale_after_ms: float) -> bytes:
     """Return one scrape. `totals` are the fields of `zg:totals`, as `totals.py` names them."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Scrape(all_series(totals, units, gpus, stale_after_ms)))
+    registry.register(_Scrape(all_series(totals, fleet, stale_after_ms)))
     return generate_latest(registry)
 
 

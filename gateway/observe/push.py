@@ -90,7 +90,7 @@ class Push:
         since_ns = await self._since_ns()
         totals, now_ns = await self._figures.totals(), self._now_ns()
         fleet = self._fleet()
-        families = all_series(totals, fleet.units, fleet.gpus, self._stale_after_ms)
+        families = all_series(totals, fleet, self._stale_after_ms)
         data = metrics_data(families, self._resource, since_ns, now_ns)
         await asyncio.to_thread(self._sender.send, data)
         return True

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from gateway.observe.totals import DURATIONS_S, MICRO, TOKEN_TIMES_S, TOKENS, Sums
-from grid.words import UNKNOWN, FleetGpu, FleetUnit, UnitState
+from grid.wire.messages import Fleet
+from grid.words import UNKNOWN, FleetGpu, FleetQueue, FleetUnit, UnitState
 
 PLAIN, RATIO, SECONDS, BYTES, BYTES_PER_S = "", "1", "s", "By", "By/s"
 HERTZ, CELSIUS, WATTS, TOKEN = "Hz", "Cel", "W", "{token}"
@@ -80,11 +81,14 @@ class HistogramFamily(Family[Distribution]):
 AnyFamily = CounterFamily | GaugeFamily | HistogramFamily
 
 
-def all_series(
-    totals: Sums, units: Iterable[FleetUnit], gpus: Iterable[FleetGpu], stale_after_ms: float
-) -> list[AnyFamily]:
+def all_series(totals: Sums, fleet: Fleet, stale_after_ms: float) -> list[AnyFamily]:
     """Return everything that is known of the cell."""
-    return [*counted(totals), *of_units(units, stale_after_ms), *of_gpus(list(gpus))]
+    return [
+        *counted(totals),
+        *of_units(fleet.units, stale_after_ms),
+        *of_queues(fleet),
+        *of_gpus(list(fleet.gpus)),
+    ]
 
 
 def counted(totals: Sums) -> list[AnyFamily]:
@@ -193,6 +197,25 @@ def of_units(units: Iterable[FleetUnit], stale_after_ms: float) -> list[AnyFamil
         if unit.sample_age_ms != UNKNOWN:
             age.add(labels, unit.sample_age_ms / 1000)
     return [state, running, slots, busy, waiting, reserved, kv_usage, age]
+
+
+def of_queues(fleet: Fleet) -> list[AnyFamily]:
+    """Return who waits in placement for which model; 0 for models that nobody waits for."""
+    found = {unit.card.model: FleetQueue(unit.card.model, 0, 0, 0.0, 0.0) for unit in fleet.units}
+    found |= {queue.model: queue for queue in fleet.queues}
+    label = ("model_name",)
+    waiting = GaugeFamily("zerogrid.queue.requests", PLAIN, "Requests that wait for a free slot.", label)
+    tenants = GaugeFamily("zerogrid.queue.tenants", PLAIN, "Tenants that they are of.", label)
+    oldest = GaugeFamily("zerogrid.queue.oldest", SECONDS, "For how long the first of them waits.", label)
+    wait = GaugeFamily(
+        "zerogrid.queue.wait", SECONDS, "Predicted wait of a tenant that has nothing waiting.", label
+    )
+    for model, queue in found.items():
+        waiting.add((model,), queue.waiting)
+        tenants.add((model,), queue.tenants)
+        oldest.add((model,), queue.oldest_ms / 1e3)
+        wait.add((model,), queue.wait_ms / 1e3)
+    return [waiting, tenants, oldest, wait]
 
 
 def of_gpus(gpus: list[FleetGpu]) -> list[AnyFamily]:

@@ -143,7 +143,7 @@ class Delivery:
         self._flights: dict[int, Flight] = {}
         self._decision: Decision | None = None
         """Of the attempt that the answer comes from; before one is accepted, of the newest."""
-        self._placing_s = 0.0
+        self._placing_s = self._queued_s = 0.0
         self._begun = False
         self.documents_used = 0
         """Of those offered, once a unit has accepted."""
@@ -295,7 +295,8 @@ class Delivery:
             self._handle(st.NotPlaced(flight.number, error))
             return
         placed_s = time.monotonic()
-        self._placing_s += placed_s - began_s
+        self._queued_s += decision.queued_ms / 1e3
+        self._placing_s += max(placed_s - began_s - decision.queued_ms / 1e3, 0.0)
         if span is not None:
             span.end("place", began_s, placed_s, kind=Kind.CLIENT)
         flight.decision = decision
@@ -466,7 +467,7 @@ class Delivery:
             type="generation",
             total_ms=(now_s - self._began_s) * 1000,
             placement_ms=self._placing_s * 1000,
-            queue_ms=figures.queue_ms if figures is not None else 0.0,
+            queue_ms=self._queued_s * 1000 + (figures.queue_ms if figures is not None else 0.0),
             prefill_ms=figures.prefill_ms if figures is not None else 0.0,
             decode_ms=figures.decode_ms if figures is not None else 0.0,
             usage=usage,

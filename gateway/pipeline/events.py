@@ -40,6 +40,7 @@ class StepTiming:
     embed_ms: float = 0.0
     search_ms: float = 0.0
     queue_ms: float = 0.0
+    """Waited for a slot: in placement's queue, then at the unit."""
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     usage: Usage = NOTHING_USED

@@ -16,6 +16,7 @@ from grid.errors import GridError, revive
 from grid.words import (
     Decision,
     FleetGpu,
+    FleetQueue,
     FleetUnit,
     GpuSample,
     Message,
@@ -140,6 +141,8 @@ class Fleet(NamedTuple):
     """Every GPU that a probe reads, also those without units."""
     gathering: bool = False
     """The placement actor has only just started: units may be missing that have not reconnected yet."""
+    queues: tuple[FleetQueue, ...] = ()
+    """Models that somebody waits for."""
 
 
 class DrainUnit(NamedTuple):

@@ -36,6 +36,7 @@ UNIT = {
     "kv_tokens_total": 1000,
     "sample_age_ms": 120.0,
 }
+QUEUE = {"model": "m", "waiting": 5, "tenants": 1, "oldest_ms": 1234.0, "wait_ms": 2000.0}
 METRICS = {
     "request_rate_per_second": 2.5,
     "p99_latency_ms": 840.4,
@@ -145,19 +146,20 @@ def test_lists_are_tables_or_json(gateway: Gateway) -> None:
 def test_top_shows_the_busiest_unit_first_and_the_totals(gateway: Gateway) -> None:
     busy = {**UNIT, "unit_id": "unit-m-1", "running": 16, "waiting": 3, "state": "draining"}
     gateway.routes = {
-        ("GET", "/v1/units"): httpx.Response(200, json={"units": [UNIT, busy]}),
+        ("GET", "/v1/units"): httpx.Response(200, json={"units": [UNIT, busy], "queues": [QUEUE]}),
         ("GET", "/v1/metrics"): httpx.Response(200, json={"metrics": METRICS}),
     }
     shown = grid("top", "--once").stdout
-    assert "1/2 units ready   17 streams   3 waiting   KV 75%" in shown
+    assert "1/2 units ready   17 streams   8 waiting   KV 75%" in shown
     assert "2.5/s   p99 840 ms   5xx 1.0%" in shown
+    assert "5 of 1 tenant wait for m: the first for 1.2 s, a new tenant for about 2.0 s" in shown
     assert shown.index("unit-m-1") < shown.index("unit-m-0")
     told = json.loads(grid("top", "--json").stdout)
     assert told["totals"] == {
         "units": 2,
         "ready": 1,
         "streams": 17,
-        "waiting": 3,
+        "waiting": 8,
         "kv_tokens_used": 1500,
         "kv_tokens_total": 2000,
     }
@@ -166,7 +168,7 @@ def test_top_shows_the_busiest_unit_first_and_the_totals(gateway: Gateway) -> No
 
 def test_top_shows_a_cell_without_units(gateway: Gateway) -> None:
     gateway.routes = {
-        ("GET", "/v1/units"): httpx.Response(200, json={"units": []}),
+        ("GET", "/v1/units"): httpx.Response(200, json={"units": [], "queues": []}),
         ("GET", "/v1/metrics"): httpx.Response(200, json={"metrics": {**METRICS, "p99_latency_ms": None}}),
     }
     assert "0/0 units ready" in grid("top").stdout, "without a terminal it shows itself once"

@@ -15,7 +15,8 @@ from gateway.observe.prometheus import render
 from gateway.observe.series import all_series
 from gateway.observe.totals import DURATIONS_S, TOKEN_TIMES_S, TOKENS, Sums
 from grid.tracing.collector import resource_of
-from grid.words import FleetGpu, FleetUnit, GpuCard, GpuSample
+from grid.wire.messages import Fleet
+from grid.words import FleetGpu, FleetQueue, FleetUnit, GpuCard, GpuSample
 
 SINCE_NS, NOW_NS = 1_700_000_000_000_000_000, 1_700_000_100_000_000_000
 NAMES = st.sampled_from(["m", "a|b", "sim-8b"])
@@ -30,11 +31,12 @@ READ = GpuSample(
     power_w=70.0,
 )
 GPUS = (FleetGpu("node-1", GpuCard("GPU-1", 3, "NVIDIA L4", 23_000.0), READ, 20.0),)
+QUEUES = (FleetQueue("model-x", waiting=3, tenants=2, oldest_ms=1500.0, wait_ms=2000.0),)
 COUNTS = st.integers(1, 2**40)
 
 
 def sent(totals: Sums, *units: FleetUnit) -> dict[str, Metric]:
-    families = all_series(totals, units, GPUS, 500.0)
+    families = all_series(totals, Fleet(0, 1, units, GPUS, QUEUES if units else ()), 500.0)
     request = encode_metrics(metrics_data(families, resource_of("cell", "c1", "eu"), SINCE_NS, NOW_NS))
     [of_resource] = request.resource_metrics
     about = {pair.key: value(pair.value) for pair in of_resource.resource.attributes}
@@ -69,7 +71,9 @@ def test_a_collector_and_prometheus_get_the_same(sums: Sums) -> None:
     unit = FleetUnit(card, make_load(card, running=1, kv_tokens_free=25, kv_tokens_total=100), 3, 40.0)
     scraped = {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(render(sums, [unit], GPUS, 500.0).decode())
+        for family in text_string_to_metric_families(
+            render(sums, Fleet(0, 1, (unit,), GPUS, QUEUES), 500.0).decode()
+        )
         for sample in family.samples
     }
     assert as_prometheus(sent(sums, unit).values()) == scraped

@@ -237,7 +237,7 @@ def test_figures_are_of_those_who_wait() -> None:
     assert queue.figures(0.0, Counter()) == ()
     join(queue, waiting(1, "a"), waiting(2, "b"), now_s=1.0)
     [figures] = queue.figures(3.0, Counter({"model-x": SLOTS}))
-    assert (figures.model, figures.waiting, figures.tenants, figures.oldest_s) == ("model-x", 2, 2, 2.0)
+    assert (figures.model, figures.waiting, figures.tenants, figures.oldest_ms) == ("model-x", 2, 2, 2000.0)
     assert figures.wait_ms > 0
     queue.leave_holder(1)
     assert queue.figures(3.0, Counter()) == ()

@@ -11,7 +11,8 @@ from support.stories import story
 from gateway.observe.ledger import Ledger
 from gateway.observe.prometheus import render
 from gateway.observe.totals import TOTALS, Sums
-from grid.words import UNKNOWN, FleetGpu, FleetUnit, GpuCard, GpuSample, UnitState
+from grid.wire.messages import Fleet
+from grid.words import UNKNOWN, FleetGpu, FleetQueue, FleetUnit, GpuCard, GpuSample, UnitState
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -28,7 +29,7 @@ def totals_of(*statuses: int) -> Sums:
 
 
 def scraped(totals: Sums, *units: FleetUnit) -> Samples:
-    return parsed(render(totals, units, (), 500.0))
+    return parsed(render(totals, Fleet(0, 1, units), 500.0))
 
 
 def parsed(scrape: bytes) -> Samples:
@@ -105,10 +106,20 @@ def test_units_show_by_name_with_region_and_load() -> None:
     assert ("zerogrid_unit_kv_cache_usage_ratio", frozenset(others.items())) not in samples
 
 
+def test_queues_are_there_also_while_nobody_waits() -> None:
+    units = tuple(FleetUnit(card, make_load(card), 0, 40.0) for card in (make_card(), make_card(model="y")))
+    queue = FleetQueue("y", waiting=3, tenants=2, oldest_ms=1500.0, wait_ms=2000.0)
+    samples = parsed(render({}, Fleet(0, 1, units, queues=(queue,)), 500.0))
+    assert value(samples, "zerogrid_queue_requests", model_name="model-x") == 0
+    assert value(samples, "zerogrid_queue_requests", model_name="y") == 3
+    assert value(samples, "zerogrid_queue_oldest_seconds", model_name="y") == 1.5
+    assert value(samples, "zerogrid_queue_wait_seconds", model_name="y") == 2
+
+
 def test_gpus_are_there_and_what_they_can_not_tell_is_not() -> None:
     card = GpuCard("GPU-1", 3, "NVIDIA L4", 23_000.0)
     sample = GpuSample("GPU-1", memory_used_mb=2.0, power_w=0.0, fault="Xid 79: it fell off the bus")
-    samples = parsed(render({}, (), (FleetGpu("node-1", card, sample, 20.0),), 500.0))
+    samples = parsed(render({}, Fleet(0, 1, (), (FleetGpu("node-1", card, sample, 20.0),)), 500.0))
     labels = {"node_id": "node-1", "gpu": "3", "uuid": "GPU-1", "product": "NVIDIA L4"}
     assert value(samples, "zerogrid_gpu_faulty", **labels) == 1
     assert value(samples, "zerogrid_gpu_memory_used_bytes", **labels) == 2 << 20

@@ -21,6 +21,7 @@ class PlacementStory(Shape):
     candidate_count: int
     rejected_by_code: dict[str, int]
     decide_us: float
+    queued_ms: float = Field(description="waited in placement's queue before it was decided")
     fleet_version: int
     stale_view: bool
 

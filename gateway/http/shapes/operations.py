@@ -74,10 +74,21 @@ class GpuView(Shape):
     sample_age_ms: float | None
 
 
+class QueueView(Shape):
+    """Requests that wait because every unit of a model is full."""
+
+    model: str
+    waiting: int
+    tenants: int
+    oldest_ms: float = Field(description="how long the one that came first has waited")
+    wait_ms: float = Field(description="predicted, for a tenant that has nothing waiting")
+
+
 class UnitList(Shape):
     fleet_version: int
     units: list[UnitView]
     gpus: list[GpuView]
+    queues: list[QueueView] = Field(description="models that somebody waits for")
 
 
 class KeyView(Shape):

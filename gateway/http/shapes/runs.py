@@ -24,7 +24,7 @@ class TimingView(Shape):
     placement_ms: float
     embed_ms: float
     search_ms: float
-    queue_ms: float
+    queue_ms: float = Field(description="waited for a slot, in placement's queue and at the unit")
     prefill_ms: float
     decode_ms: float
     usage: UsageView
