@@ -87,7 +87,10 @@ class SetDraining(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time passed: deadlines are looked at."""
+    """Time passed: deadlines are looked at, and streams that said nothing for a while."""
+
+    steps: int = 0
+    """The engine's step counter."""
 
 
 Event = (

@@ -41,6 +41,8 @@ class Job:
     started_s: float = math.inf
     first_step_s: float = math.inf
     produced: int = 0
+    said_s: float = math.inf
+    """When its stream was last told something."""
     cached_tokens: int = 0
     step_seconds: float = 0.0
     """Share of the unit's scheduled step time."""
@@ -59,6 +61,13 @@ class Job:
         """Output tokens that this attempt may produce; an embedding counts as one."""
         return self.request.sampling.max_output_tokens if isinstance(self.request, Submit) else 1
 
+    @property
+    def doing(self) -> str:
+        """What `Progress.state` says of it."""
+        if self.phase is Phase.WAITING:
+            return "waiting"
+        return "decode" if self.produced else "prefill"
+
     def take(self, step: Step, now_s: float) -> Tokens | None:
         """Account for one engine step and return its frame, if it says anything."""
         submit = self.request
@@ -69,6 +78,7 @@ class Job:
         self.step_seconds += step.step_seconds
         if not step.ids and not step.text:
             return None
+        self.said_s = now_s
         first_index = len(submit.emitted_ids) + self.produced
         self.produced += len(step.ids)
         return Tokens(submit.stream, submit.attempt, first_index, step.ids, step.text)

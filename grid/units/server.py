@@ -241,7 +241,7 @@ class UnitServer:
                 del self._outboxes[link_id]
                 for message in outbox.take():
                     peer.send(message)
-        self.apply(ev.Tick())
+        self.apply(ev.Tick(self._engine.load().steps))
 
 
 class _Run:

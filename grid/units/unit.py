@@ -62,6 +62,10 @@ CLOSING_TICKS = 600
 """Ticks until an engine that does not give an aborted slot back counts as dead: 30 s at the server's 50 ms.
 Ticks, not wall time, so that a process that was stopped for a while does not blame its engine."""
 
+PROGRESS_S = 0.25
+"""After so long without a token a stream says that its engine still steps: well within the second after which
+a gateway calls an engine stuck."""
+
 STALE_ENTRIES = 256
 """Entries of ended jobs that a heap may hold beyond twice the live ones before it is swept."""
 
@@ -109,6 +113,9 @@ class Unit:
         self._pace = Pace(card.decode_ms_per_token)
         self._share_s = 0.0
         self._share_read_s = 0.0
+        self._steps = 0
+        self._stepped_s = -math.inf
+        """When the engine's step counter was last seen to advance."""
         self._handlers: dict[type, Callable[[Any, float], list[ev.Effect]]] = {
             ev.Submitted: self._submitted,
             ev.EmbedAsked: self._embed_asked,
@@ -239,7 +246,7 @@ class Unit:
             differs = Conflict("the prompt of this continuation differs from that of its first attempt")
             return self._fail(job, differs, now_s)
         job.prompt = event.prepared
-        job.accepted_s = now_s
+        job.accepted_s = job.said_s = now_s
         self.counters.accepted += 1
         accepted = ev.Send(job.peer, accepted_frame(job, self.card.fingerprint))
         if job.budget == 0:
@@ -323,7 +330,7 @@ class Unit:
         return []
 
     def _tick(self, event: ev.Tick, now_s: float) -> list[ev.Effect]:
-        effects: list[ev.Effect] = []
+        effects = self._progress(event.steps, now_s)
         while self._deadlines and self._deadlines[0][0] <= now_s:
             job = self._jobs.get(heapq.heappop(self._deadlines)[1])
             if job is not None and job.phase is not Phase.CLOSING:
@@ -332,6 +339,19 @@ class Unit:
             self._closing_ticks[number] += 1
         if any(ticks > CLOSING_TICKS for ticks in self._closing_ticks.values()):
             effects += self._engine_died(ev.EngineDied("it does not give back an aborted slot"), now_s)
+        return effects
+
+    def _progress(self, steps: int, now_s: float) -> list[ev.Effect]:
+        """Tell quiet streams that the engine is slow, not stuck: it has stepped since they spoke."""
+        if steps != self._steps:
+            self._steps, self._stepped_s = steps, now_s
+        effects: list[ev.Effect] = []
+        for job in self._by_stream.values():
+            submit = job.request
+            is_quiet = now_s >= job.said_s + PROGRESS_S and self._stepped_s > job.said_s
+            if is_quiet and isinstance(submit, Submit) and job.phase in (Phase.WAITING, Phase.RUNNING):
+                job.said_s = now_s
+                effects.append(ev.Send(job.peer, Progress(submit.stream, submit.attempt, job.doing)))
         return effects
 
     # --- admission --------------------------------------------------------------------------

@@ -250,12 +250,12 @@ class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Progress(NamedTuple):
-    """The stream is alive but has nothing to say: it waits, or its long prefill advances."""
+    """The stream is alive but has nothing to say: it waits, or its engine is slow but steps."""
 
     stream: int
     attempt: int
     state: str
-    """`waiting` or `prefill`."""
+    """`waiting`, `prefill` or `decode`."""
     prefill_tokens_done: int = 0
 
 

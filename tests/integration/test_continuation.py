@@ -17,6 +17,7 @@ import pytest_asyncio
 from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
 from support.relay import RelayedPool
 
+from gateway.pipeline import watch
 from gateway.trust.keyfiles import LINK_KEY_FILE, read_secret, secret_path
 from grid.config import Simulated
 from grid.engines.simulated import SimulatedEngine
@@ -147,6 +148,29 @@ async def test_a_unit_that_drains(cell: LocalCell) -> None:
     assert moved.done["usage"]["cu_seconds"] > 0
     async with cell.client(cell.operator_key) as operator:
         await operator.post(f"/v1/units/{drained[0]}/drain", json={"draining": False})
+
+
+async def test_an_engine_that_is_stuck_under_a_unit_that_is_well(
+    cell: LocalCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = await ask(cell)
+    free = asyncio.Event()
+
+    def stick(unit: UnitActor) -> None:
+        assert isinstance(unit._engine, SimulatedEngine)
+        task = unit._engine._task
+        assert task is not None
+        task.cancel()
+        unit._engine._task = asyncio.create_task(_freed(unit._engine, free))
+
+    async def _freed(engine: SimulatedEngine, free: asyncio.Event) -> None:
+        await free.wait()
+        await engine._run()
+
+    monkeypatch.setattr(watch, "STUCK_LEAST_S", 0.3)
+    stuck = await ask(cell, stick)
+    free.set()
+    assert (stuck.text, stuck.done["moves"]) == (whole.text, 1)
 
 
 async def test_what_counts_the_output_of_one_engine_ends_with_what_there_is(cell: LocalCell) -> None:

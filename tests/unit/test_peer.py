@@ -144,6 +144,23 @@ async def test_a_second_of_silence_ends_a_link_with_open_streams(dialler: Rig) -
         await stream.receive()
 
 
+async def test_streams_hear_of_a_silence_long_before_it_ends_them(dialler: Rig) -> None:
+    stream, told = link(dialler).open(), []
+    stream.on_silent = lambda: told.append(dialler.clock.now_s)
+    began_s = dialler.clock.now_s
+    while not told:
+        dialler.clock.beat()
+    assert told[0] - began_s == pytest.approx(CELL_BEATS.silent * BUSY_S)
+    dialler.clock.beat()
+    assert len(told) == 1, "once for each silence"
+    dialler.peer.data_received(encode(Pong(0, 1)))
+    dialler.clock.beat()
+    for _ in range(CELL_BEATS.silent):
+        dialler.clock.beat()
+    assert len(told) == 2
+    assert dialler.peer.is_open
+
+
 async def test_late_beats_never_count_because_this_side_was_stuck(dialler: Rig) -> None:
     link(dialler).open()
     for _ in range(10 * SILENT):

@@ -373,3 +373,15 @@ def test_embed_takes_a_bounded_batch(count: int) -> None:
     [refused] = sent(Unit(card(task=Task.EMBED)).handle(ev.EmbedAsked(PEER, embed(1, ("x",) * count)), 0.0))
     assert isinstance(refused, Refused)
     assert refused.param == "texts"
+
+
+def test_a_quiet_stream_is_told_that_its_engine_steps_and_nothing_when_it_does_not() -> None:
+    unit = Unit(card(max_running=1))
+    start(unit, 1)
+    start(unit, 2)
+    unit.handle(ev.Stepped(1, step(5)), 1.0)
+    assert sent(unit.handle(ev.Tick(steps=1), 1.2)) == [Progress(2, 0, "waiting")], "it waits since 0.0"
+    assert sent(unit.handle(ev.Tick(steps=1), 1.3)) == [Progress(1, 0, "decode")]
+    assert sent(unit.handle(ev.Tick(steps=1), 9.0)) == [], "a stuck engine"
+    assert sent(unit.handle(ev.Tick(steps=2), 9.1)) == [Progress(1, 0, "decode"), Progress(2, 0, "waiting")]
+    assert sent(unit.handle(ev.Tick(steps=3), 9.2)) == [], "not at every tick"
