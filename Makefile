@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+SEEDS ?= 10000
 
-.PHONY: demo test test-fast check setup
+.PHONY: demo test test-fast sim check setup
 .DEFAULT_GOAL := demo
 
 demo: setup          ## start a cell, load the help centre, ask three questions, stop
@@ -14,6 +15,9 @@ test: setup          ## the whole suite, real cells and real vLLM included
 
 test-fast: setup     ## without real cells, vLLM and what else is slow: about a minute
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not cell and not vllm and not slow" $(ARGS)
+
+sim: setup           ## simulated worlds full of faults, SEEDS of them
+	@GRID_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist worksteal tests/sim $(ARGS)
 
 check: setup         ## what CI runs: format, lint, types, import contract, tests
 	$(BIN)/ruff format --check .

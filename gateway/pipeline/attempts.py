@@ -14,9 +14,13 @@ from grid.wire.messages import Accepted
 
 MAX_TRIES = 3
 """Placements in a row that bring no token: a full unit is often full only for the moment between two reports,
-and three say that the cell is; three engines that break on one request say that the request does it."""
+and three say that the cell is."""
 
-MAX_ATTEMPTS = 64
+MAX_BREAKS = 3
+"""Units in a row that accepted a request and broke before its next token: one is bad luck, two a coincidence,
+and three say that the request does it."""
+
+MAX_ATTEMPTS = 32
 """Of one answer in all. Each costs a prefill, and a stream that was moved so often is in a cell that breaks
 faster than it answers."""
 
@@ -51,16 +55,18 @@ class Attempts:
     def __init__(self) -> None:
         self.live: list[Attempt] = []
         self._opened = 0
+        self._found_none = 0
         self._tries = 0
+        self._breaks = 0
         self._lost_units: list[str] = []
 
     @property
     def may_open(self) -> bool:
-        return self._tries < MAX_TRIES and self._opened < MAX_ATTEMPTS
+        return self._tries < MAX_TRIES and self.may_ever_open
 
     @property
     def may_ever_open(self) -> bool:
-        return self._opened < MAX_ATTEMPTS
+        return self._opened - self._found_none < MAX_ATTEMPTS and self._breaks < MAX_BREAKS
 
     @property
     def excluded(self) -> tuple[str, ...]:
@@ -88,16 +94,20 @@ class Attempts:
 
     def found_none(self, attempt: Attempt) -> None:
         """No unit was found for it, so it was no try."""
+        self._found_none += 1
         self._tries -= 1
         self.end(attempt)
 
-    def exclude(self, attempt: Attempt) -> None:
+    def lost(self, attempt: Attempt) -> None:
+        """Its unit broke, is gone, or refused: the next attempt is to be on another one."""
+        if attempt.accepted is not None and not attempt.tokens:
+            self._breaks += 1
         if attempt.unit_id and attempt.unit_id not in self._lost_units:
             self._lost_units.append(attempt.unit_id)
 
     def progressed(self) -> None:
         """The answer has a token more."""
-        self._tries = 0
+        self._tries = self._breaks = 0
 
     def forgive(self) -> None:
         """After a while: a unit of the same name may be another process by now."""

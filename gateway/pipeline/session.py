@@ -400,19 +400,19 @@ class Session:
 
     def _lose(self, attempt: Attempt, error: GridError, outcome: str, now_s: float) -> None:
         """An attempt has ended early: go on with the other one or with a new one, or end with `error`."""
-        self._attempts.exclude(attempt)
+        self._attempts.lost(attempt)
         self._give_up(attempt, _blamed(error, outcome), now_s)
         if self._attempts.live:
             return
         self._loss = error
         if self.phase is Phase.STREAMING:
-            self._go_on(error, attempt.accepted is not None, now_s)
+            self._go_on(error, now_s)
         elif isinstance(error, TRIED_ELSEWHERE) and self._attempts.may_open:
             self._open()
         else:
             self._fail(error, now_s)
 
-    def _go_on(self, error: GridError, was_accepted: bool, now_s: float) -> None:
+    def _go_on(self, error: GridError, now_s: float) -> None:
         """An answer that has begun is without a unit."""
         if isinstance(error, DeadlineExceeded | Cancelled):
             self._fail(error, now_s)
@@ -425,8 +425,6 @@ class Session:
             if math.isnan(self._broken_s):
                 self._broken_s = now_s
             self._open()
-        elif was_accepted:  # it broke unit after unit
-            self._fail(error, now_s)
         else:
             self._wait_for_unit(error, now_s)
 
@@ -435,8 +433,7 @@ class Session:
         again_s = now_s + PLACE_AGAIN_S
         if math.isnan(self._broken_s):
             self._broken_s = now_s
-        is_over = again_s > self._broken_s + CONTINUE_WITHIN_S or isinstance(error, InternalError)
-        if not is_over and self._attempts.may_ever_open:
+        if again_s <= self._broken_s + CONTINUE_WITHIN_S and self._attempts.may_ever_open:
             self._attempts.forgive()
             self._place_due_s = again_s
             return

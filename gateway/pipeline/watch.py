@@ -80,7 +80,8 @@ class Watch:
     def __init__(self) -> None:
         self.budget = HedgeBudget()
         self._gaps_s: dict[str, float] = {}
-        self._streams: dict[str, set[Watched]] = {}
+        self._streams: dict[str, dict[Watched, None]] = {}
+        """By unit, in the order in which they came."""
         self._in_view: frozenset[str] = frozenset()
 
     # --- pace -------------------------------------------------------------------------------------
@@ -99,12 +100,12 @@ class Watch:
     # --- streams and the fleet ----------------------------------------------------------------------
 
     def begins(self, unit_id: str, stream: Watched) -> None:
-        self._streams.setdefault(unit_id, set()).add(stream)
+        self._streams.setdefault(unit_id, {})[stream] = None
 
     def ends(self, unit_id: str, stream: Watched) -> None:
         streams = self._streams.get(unit_id)
         if streams is not None:
-            streams.discard(stream)
+            streams.pop(stream, None)
             if not streams:
                 del self._streams[unit_id]
 
