@@ -127,7 +127,7 @@ def test_a_failure_comes_after_all_that_was_received() -> None:
     chunk, give_up, settle, fail = session.handle(st.Tick(), 2.0)
     assert chunk == Chunk(0, "so EN", 2)
     assert give_up == st.GiveUp(1)
-    assert settled([settle]) == [("r/1", "failed", 2)]
+    assert settled([settle]) == [("r/1", "cancelled", 2)], "a deadline says nothing against the unit"
     assert isinstance(fail, st.Fail)
     assert (fail.error.code, fail.usage) == ("deadline_exceeded", (7, 3, 2, 0.0))
 
@@ -360,7 +360,7 @@ def test_a_lost_unit_leaves_the_answer_to_the_second_attempt() -> None:
 
 def test_a_second_attempt_that_fails_harms_nobody() -> None:
     session = suspected()
-    effects = session.handle(st.Frames(2, [Failed(1, 2, "invalid_request", "no")]), 1.3)
+    effects = session.handle(st.Frames(2, [Failed(1, 2, "internal_error", "no")]), 1.3)
     assert settled(effects) == [("r/2", "failed", 0)]
     assert frames(session, 1.4, Tokens(1, 1, 1, (2,), "b")) == [Chunk(1, "b", 1)]
 
