@@ -3,12 +3,14 @@
     python benchmarks/placement.py [--json OUT] [--seconds S]
 
 Fleets of 10 to 100,000 units of two models in three regions, loaded at random. Grid: `decide` with all rules,
-a residency list, a preferred region, an avoided model and learning from each request that ends, as the
-placement actor calls it, with the garbage collector set as there. Baseline: least outstanding requests by a
-Python loop over the same view, with the model and the limit as its only filters.
-Both decide for like requests in alternating blocks of one run; reserving and settling are not timed. Times
-are CPU time of the thread, so that neighbours on the machine are not counted.
-The last column is the time to take one unit's sample, which the actor does ten times a second for each unit.
+a residency list, a preferred region, an avoided model, prefix affinity and learning from each request that
+ends, as the placement actor calls it, with the garbage collector set as there. Baseline: least outstanding
+requests by a Python loop over the same view, with the model and the limit as its only filters.
+Prompts begin with 128 tokens that all have in common and that every unit was given before, go on with their
+pipeline's own, and two of three continue one of 500 conversations; the third is new.
+Both decide for like requests in alternating blocks of one run. Times are CPU time of the thread, so that
+neighbours on the machine are not counted. Then what a request costs beside its decision (reserve and settle),
+and the time to take one unit's sample, which the actor does ten times a second for each unit.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from grid import heap  # noqa: E402
 from grid.words import PlacementRequest, Precision, UnitCard, UnitLoad  # noqa: E402
 from placement.decide import decide  # noqa: E402
 from placement.fleet import Rules, View  # noqa: E402
+from placement.prefixes import END_TOKENS  # noqa: E402
 from placement.reports import Spent  # noqa: E402
 
 FLEETS = (10, 100, 1_000, 10_000, 100_000)
@@ -45,6 +48,9 @@ HELD = 64
 """Reservations open at a time, so that decisions meet unseen ones as they do in traffic."""
 TICK_EVERY = 100
 """Decisions between two ticks of the actor, at which it publishes what was learned: 1,000 a second."""
+CONVERSATIONS = 500
+PIPELINES = 31
+COMMON_BLOCKS, PIPELINE_BLOCKS = 2, 6
 BLOCK = 20
 """Decisions of one side before the other takes its turn."""
 
@@ -71,7 +77,30 @@ def fleet(size: int, rng: random.Random) -> View:
         )
         view.join(card, number)
         view.report([sample(card, rng)], number, 0.0)
+        given = make_request(f"given_{number}", prompt_tokens=600, prefix=opening(number))
+        view.reserve(given, card.unit_id, 1, 0.0)
+        view.settle(given.reservation_id, "done", 0.0, Spent(600, 1, 0.0, 0.0))
     return view
+
+
+def chain(above: tuple[int, ...], blocks: int, what: object) -> tuple[int, ...]:
+    """Hashes of a text that goes on by so many blocks."""
+    made = list(above)
+    for block in range(blocks):
+        made.append(hash((made[-1] if made else 0, what, block)) & (1 << 62) - 1)
+    return tuple(made)
+
+
+def opening(number: int) -> tuple[int, ...]:
+    """The beginning of a prompt of a pipeline."""
+    return chain(chain((), COMMON_BLOCKS, "all"), PIPELINE_BLOCKS, f"pl-{number % PIPELINES}")
+
+
+def conversation(number: int, rng: random.Random) -> tuple[int, ...]:
+    """A prompt of 512 to 3,800 tokens."""
+    going_on = number % 3
+    which = rng.randrange(CONVERSATIONS) if going_on else CONVERSATIONS + number
+    return chain(opening(which), rng.randrange(18), which)
 
 
 def sample(card: UnitCard, rng: random.Random) -> UnitLoad:
@@ -87,23 +116,26 @@ def sample(card: UnitCard, rng: random.Random) -> UnitLoad:
 
 
 def request(number: int, rng: random.Random) -> PlacementRequest:
+    prefix = conversation(number, rng)
     return make_request(
         f"req_{number}",
         model=MODELS[0],
-        prompt_tokens=rng.randrange(50, 4_000),
+        prompt_tokens=END_TOKENS[len(prefix) - 1] + rng.randrange(200),
         max_output_tokens=512,
         allowed_regions=REGIONS[:2],
         prefer_regions=(REGIONS[1],),
         avoid_models=("model-x",),
         min_memory_mb=20_000,
         lowest_precision=int(Precision.INT8),
-        pipeline_id=f"pl-{number % 31}",
+        pipeline_id=f"pl-{number % PIPELINES}",
+        prefix=prefix,
     )
 
 
 def spent(rng: random.Random) -> Spent:
     tokens, slower = rng.randrange(20, 500), rng.lognormvariate(0.0, 0.2)
-    return Spent(rng.randrange(50, 4_000), tokens, 200.0 * slower, (200.0 + 15.0 * tokens) * slower)
+    read = rng.randrange(512, 4_000)
+    return Spent(read, tokens, 200.0 * slower, (200.0 + 15.0 * tokens) * slower, read // 2)
 
 
 def least_outstanding(asked: PlacementRequest, view: View) -> str:
@@ -133,6 +165,7 @@ def measure(size: int, seconds: float) -> dict[str, Any]:
     }
     times: dict[str, list[int]] = {name: [] for name in deciders}
     held: deque[str] = deque()
+    around_ns = 0
     number, ends_s = 0, time.monotonic() + seconds
     while time.monotonic() < ends_s:
         for name, choose in deciders.items():
@@ -142,17 +175,22 @@ def measure(size: int, seconds: float) -> dict[str, Any]:
                 began_ns = time.thread_time_ns()
                 unit_id = choose(asked, view)
                 times[name].append(time.thread_time_ns() - began_ns)
+                ending = spent(rng)
+                began_ns = time.thread_time_ns()
                 view.reserve(asked, unit_id, 1, 0.0)
                 held.append(asked.reservation_id)
                 if len(held) > HELD:
-                    view.settle(held.popleft(), "done", 0.0, spent(rng))
+                    view.settle(held.popleft(), "done", 0.0, ending)
+                around_ns += time.thread_time_ns() - began_ns
                 if number % TICK_EVERY == 0:
                     view.tick(0.0)
     return {
         "units": size,
         "decisions": len(times["grid"]),
         **{f"{name}_us_p{p}": percentile(times[name], p) for name in deciders for p in (50, 99)},
+        "reserve_us": round(around_ns / 1e3 / number, 1),
         "sample_us": sample_us(view, rng),
+        "prefix_blocks": view.prefixes.held,
     }
 
 
@@ -175,13 +213,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each fleet")
     options = parser.parse_args()
-    header = ("units", "grid p50", "grid p99", "loop p50", "loop p99", "sample")
+    header = ("units", "grid p50", "grid p99", "loop p50", "loop p99", "reserve", "sample")
     print("microseconds\n" + "".join(f"{name:>11}" for name in header))
     rows = []
     for size in FLEETS:
         row = measure(size, options.seconds)
         rows.append(row)
-        keys = ("units", "grid_us_p50", "grid_us_p99", "baseline_us_p50", "baseline_us_p99", "sample_us")
+        times = ("grid_us_p50", "grid_us_p99", "baseline_us_p50", "baseline_us_p99")
+        keys = ("units", *times, "reserve_us", "sample_us")
         print("".join(f"{row[key]:>11}" for key in keys), flush=True)
     if options.json:
         figures = {"python": platform.python_version(), "machine": platform.machine(), "fleets": rows}

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from grid.words import PlacementRequest, UnitLoad
 from placement.columns import Columns, Floats, Ints
 from placement.lengths import Forecast
-from placement.prefixes import Match
 from placement.reports import MAX_COUNT
 from placement.speeds import Speeds
 
@@ -87,7 +86,7 @@ class Costs(NamedTuple):
     total_ms: Floats
     most_ms: float
     """The largest total."""
-    cached_tokens: Ints | None
+    cached_tokens: Floats | None
     """Of the prompt, in the units' prefix caches; None where no unit holds any."""
 
     def parts_ms(self, index: int) -> tuple[float, float, float, float, float]:
@@ -102,11 +101,15 @@ class Costs(NamedTuple):
 
 
 def predict(
-    request: PlacementRequest, forecast: Forecast, columns: Columns, rows: Ints, match: Match | None = None
+    request: PlacementRequest,
+    forecast: Forecast,
+    columns: Columns,
+    rows: Ints,
+    cached_tokens: Floats | None = None,
 ) -> Costs:
     """Return the predicted costs of `request` on the units at `rows` (ascending, one or more).
 
-    `match` says which units hold a part of the prompt.
+    `cached_tokens`, one of each row of the fleet, says what they hold of the prompt.
 
     Asserts that every part is finite and none negative. What is rare (no free slot, no free memory) is
     worked out only when some unit has it: on a small fleet a decision's time is the count of its array
@@ -114,13 +117,16 @@ def predict(
     """
     tokens, kv_with_us = output_tokens(request, forecast), kv_tokens(request, forecast)
     # All rows are looked at in place; only a part of them must be copied out.
-    priced = columns.priced if len(rows) == columns.size else columns.priced.take(rows, axis=1)
+    if len(rows) == columns.size:
+        priced = columns.priced
+    else:
+        priced = columns.priced.take(rows, axis=1)
+        cached_tokens = None if cached_tokens is None else cached_tokens.take(rows)
     next_step_ms, step_ms_per_kv_token, first_steps, prefill_ms_per_token, queue_ms, crowd = priced
 
     step_ms = step_ms_per_kv_token * kv_with_us
     step_ms += next_step_ms
     prefill_ms = first_steps * step_ms
-    cached_tokens = None if match is None else _cached_tokens(match, rows, columns.size)
     if cached_tokens is None:
         prefill_ms += prefill_ms_per_token * request.prompt_tokens
     else:
@@ -143,21 +149,6 @@ def predict(
     return Costs(
         ROUND_TRIP_MS, queue_ms, prefill_ms, decode_ms, pressure_ms, total_ms, most_ms, cached_tokens
     )
-
-
-def _cached_tokens(match: Match, rows: Ints, size: int) -> Ints | None:
-    """Return what of the prompt each unit at `rows` holds; None where none of them holds any."""
-    if len(rows) == size:
-        cached_tokens = np.zeros(size, np.int64)
-        cached_tokens[match.rows] = match.tokens
-        return cached_tokens
-    places = np.minimum(rows.searchsorted(match.rows), len(rows) - 1)
-    asked = rows[places] == match.rows
-    if not np.count_nonzero(asked):
-        return None
-    cached_tokens = np.zeros(len(rows), np.int64)
-    cached_tokens[places[asked]] = match.tokens[asked]
-    return cached_tokens
 
 
 def _pressure_ms(

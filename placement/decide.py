@@ -92,8 +92,8 @@ def decide(
 
 def price(request: PlacementRequest, view: View, forecast: Forecast, rows: Ints) -> cost.Costs:
     """Return what the request would cost on the units at `rows` as they are now."""
-    match = view.prefixes.match(request.prefix, request.prompt_tokens) if request.prefix else None
-    return cost.predict(request, forecast, view.columns, rows, match)
+    cached_tokens = view.prefixes.match(request.prefix, request.prompt_tokens) if request.prefix else None
+    return cost.predict(request, forecast, view.columns, rows, cached_tokens)
 
 
 def _check(request: PlacementRequest) -> None:
@@ -171,7 +171,7 @@ def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate
         pressure_ms,
         card.cu_factor,
         share_ms * card.cu_factor / 1e3,
-        0 if costs.cached_tokens is None else costs.cached_tokens.item(index),
+        0 if costs.cached_tokens is None else int(costs.cached_tokens[index]),
     )
 
 

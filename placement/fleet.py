@@ -242,7 +242,7 @@ class View:
         columns.sampled_s[row] = self._sampled_since_s = -np.inf
         no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
         speed = self._learning.join(card)
-        self.units.append(Unit(card, no_sample, link, speed, speed.speeds, self.prefixes.join(row)))
+        self.units.append(Unit(card, no_sample, link, speed, speed.speeds, self.prefixes.join()))
         self._rows[card.unit_id] = row
         self._set_speeds([speed])
         self._links.setdefault(link, set()).add(card.unit_id)
@@ -255,7 +255,7 @@ class View:
         if not self._links[link]:
             del self._links[link]
         self.units[row].speed.leave()
-        self.prefixes.leave(self.units[row].prefixes)
+        self.prefixes.leave(row, self.units[row].prefixes)
         self.models.drop(int(self.columns.model[row]))
         self.regions.drop(int(self.columns.region[row]))
         self.columns.remove(row)
@@ -263,7 +263,6 @@ class View:
         if last.card.unit_id != unit_id:
             self.units[row] = last
             self._rows[last.card.unit_id] = row
-            self.prefixes.move(last.prefixes, row)
 
     # --- samples ----------------------------------------------------------------------------
 

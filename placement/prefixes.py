@@ -56,13 +56,6 @@ END_TOKENS = _ends()
 """Where the blocks of a prompt end, in tokens from its beginning."""
 
 
-class Match(NamedTuple):
-    """Units that should find a part of a prompt in their cache; arrays of one entry a unit, in no order."""
-
-    rows: Ints
-    tokens: Ints
-
-
 class Reuse(NamedTuple):
     """What one request was expected to find on its unit."""
 
@@ -112,43 +105,41 @@ class Prefixes:
         """Units that hold anything, the one that was longest without a request first."""
         self._free: list[int] = []
         self._fillers = 0
-        self._numbers = 0
         self.held = 0
         """Blocks and fillers of all units together."""
-        # By number of the unit.
-        self._row: Ints = np.zeros(FIRST_CAPACITY, np.int64)
+        self._number_at: Ints = np.zeros(FIRST_CAPACITY, np.int64)
+        """By row; `_units` of them."""
+        self._units = 0
+        # By number.
         self._trust: Floats = np.ones(FIRST_CAPACITY, np.float64)
         self._found: Floats = np.zeros(FIRST_CAPACITY, np.float64)
 
     # --- units ------------------------------------------------------------------------------
 
-    def join(self, row: int) -> UnitPrefixes:
-        """Take in a unit, which holds nothing, at `row`."""
-        if self._free:
-            number = self._free.pop()
-        else:
-            number = self._numbers
-            self._numbers += 1
-            if number == len(self._row):
-                self._row = np.concatenate([self._row, np.zeros_like(self._row)])
-                self._trust = np.concatenate([self._trust, np.ones_like(self._trust)])
-                self._found = np.concatenate([self._found, np.zeros_like(self._found)])
-        self._row[number], self._trust[number] = row, 1.0
+    def join(self) -> UnitPrefixes:
+        """Take in a unit, which holds nothing, as the last row."""
+        number = self._free.pop() if self._free else self._units
+        if self._units == len(self._number_at):
+            self._number_at, self._trust, self._found = (
+                np.concatenate([column, np.zeros_like(column)])
+                for column in (self._number_at, self._trust, self._found)
+            )
+        self._number_at[self._units], self._trust[number] = number, 1.0
+        self._units += 1
         return UnitPrefixes(number)
 
-    def move(self, unit: UnitPrefixes, row: int) -> None:
-        self._row[unit.number] = row
-
-    def leave(self, unit: UnitPrefixes) -> None:
-        """Forget a unit and all that it holds; whoever comes in its place holds nothing."""
+    def leave(self, row: int, unit: UnitPrefixes) -> None:
+        """Forget the unit at `row` and all that it holds; the last row takes its number."""
         while unit.blocks:
             self._evict(unit)
+        self._units -= 1
+        self._number_at[row] = self._number_at[self._units]
         self._free.append(unit.number)
 
     # --- asking -----------------------------------------------------------------------------
 
-    def match(self, prefix: Sequence[int], prompt_tokens: int) -> Match | None:
-        """Return which units should find how much of a prompt in their cache; None where none finds any.
+    def match(self, prefix: Sequence[int], prompt_tokens: int) -> Floats | None:
+        """Return how many tokens of a prompt each unit should find in its cache, by row; None for none.
 
         Never the whole prompt: an engine always computes the last token.
         """
@@ -163,11 +154,12 @@ class Prefixes:
             levels.append((end, block.holders))
         if not levels:
             return None
-        found, all_of_them = self._found, np.frombuffer(levels[0][1], np.int32)
+        found, most = self._found, max(prompt_tokens - 1, 0)
+        found.fill(0.0)
         for end, holders in levels:
-            found[np.frombuffer(holders, np.int32)] = end
-        tokens = np.minimum(found[all_of_them], max(prompt_tokens - 1, 0)) * self._trust[all_of_them]
-        return Match(self._row[all_of_them], tokens.astype(np.int64))
+            found[np.frombuffer(holders, np.int32)] = min(end, most)
+        found *= self._trust
+        return found[self._number_at[: self._units]]
 
     # --- telling ----------------------------------------------------------------------------
 

@@ -36,21 +36,22 @@ class Holdings(RuleBasedStateMachine):
     def begin(self, capacities: list[int]) -> None:
         self.prefixes = Prefixes()
         self.capacity = capacities
-        self.units = [self.prefixes.join(row) for row in range(UNITS)]
+        self.units = [self.prefixes.join() for _ in range(UNITS)]
         self.open: list[tuple[int, UnitPrefixes, tuple[int, ...], Reuse]] = []
 
     @rule(index=st.integers(0, UNITS - 1), prefix=conversations, more=st.integers(0, 100))
     def place(self, index: int, prefix: tuple[int, ...], more: int) -> None:
         prompt_tokens = more + (END_TOKENS[len(prefix) - 1] if prefix else 0)
         match = self.prefixes.match(prefix, prompt_tokens)
-        foretold = {} if match is None else dict(zip(match.rows.tolist(), match.tokens.tolist(), strict=True))
-        assert all(0 <= tokens < max(prompt_tokens, 1) for tokens in foretold.values())
-        for row, unit in enumerate(self.units):
+        foretold = [0] * UNITS if match is None else [int(tokens) for tokens in match]
+        assert all(0 <= tokens < max(prompt_tokens, 1) for tokens in foretold)
+        assert match is None or any(prefix[0] in unit.blocks for unit in self.units)
+        for unit, tokens in zip(self.units, foretold, strict=True):
             depth = next((i for i, key in enumerate(prefix) if key not in unit.blocks), len(prefix))
-            assert (depth > 0) == (row in foretold)
+            assert tokens <= (END_TOKENS[depth - 1] if depth else 0)
         unit = self.units[index]
         reuse = self.prefixes.placed(unit, prefix, prompt_tokens, self.capacity[index])
-        assert reuse.tokens == (foretold.get(index, 0) if self.capacity[index] else 0)
+        assert reuse.tokens == (foretold[index] if self.capacity[index] else 0)
         self.open.append((index, unit, prefix, reuse))
 
     @rule(pick=st.integers(0, 10), answer=st.lists(st.integers(2, 3), max_size=3), share=st.floats(0, 1))
@@ -74,10 +75,16 @@ class Holdings(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, UNITS - 1), capacity=st.integers(0, 2_000))
     def restart(self, index: int, capacity: int) -> None:
-        self.prefixes.leave(self.units[index])
-        self.units[index] = self.prefixes.join(index)
-        self.capacity[index] = capacity
-        assert not self.units[index].blocks
+        """As in the view, the last row takes the place of one that leaves."""
+        self.prefixes.leave(index, self.units[index])
+        self.units[index], self.capacity[index] = self.units[-1], self.capacity[-1]
+        self.units[-1], self.capacity[-1] = self.prefixes.join(), capacity
+        self.open = [
+            (index if at == UNITS - 1 else at, unit, *rest)
+            for at, unit, *rest in self.open
+            if unit in self.units
+        ]
+        assert not self.units[-1].blocks
 
     @invariant()
     def adds_up(self) -> None:
