@@ -1,10 +1,10 @@
-"""Units of the tiny random model on real vLLM, a process each; the placement actor, and a gateway's runner, in this
-one. What `affinity.py` and `predicted.py` measure on; run by itself it is one of the units.
+"""Units of the tiny random model on real vLLM, a process each; placement and a gateway's runner in this one.
+
+What `affinity.py` and `predicted.py` measure on. Run by itself it is one of the units.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -15,10 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 # A script's own folder is searched first, and a neighbour's name would hide the package `placement`.
@@ -31,7 +31,7 @@ from gateway.pipeline.plan import plan_chat  # noqa: E402
 from gateway.pipeline.runner import Runner  # noqa: E402
 from gateway.records import Tenant  # noqa: E402
 from grid import heap  # noqa: E402
-from grid.config import Cell, Config, Model, Placement  # noqa: E402
+from grid.config import Cell, Config, Model  # noqa: E402
 from grid.engines.environment import engine_environment  # noqa: E402
 from grid.engines.models import TINY_RANDOM  # noqa: E402
 from grid.units.actor import Site, UnitActor  # noqa: E402
@@ -43,11 +43,11 @@ from placement.client import PlacementClient  # noqa: E402
 START_LIMIT_S = 180.0
 """vLLM's import and start, two of them on two cores."""
 STOP_LIMIT_S = 10.0
-BLOCK_WORDS = (
-    "time people way water day part place work world hand house life night name book story room word side man "
-    "country city line point group problem fact week month case child eye woman system program question "
-    "government number home mother area money service friend father power hour game end member law car"
-).split()
+WORDS = """
+time people way water day part place work world hand house life night name book story room word side man
+country city line point group problem fact week month case child eye woman system program question number
+government home mother area money service friend father power hour game end member law car
+"""
 """About a token each, with the blank before it."""
 
 
@@ -69,8 +69,8 @@ def model(units: int, kv_cache_mb: int, context_tokens: int) -> Model:
 
 def words(seed: object, count: int) -> str:
     """Text of about so many tokens, always the same for a seed."""
-    rng = random.Random(str(seed))
-    return "".join(f" {rng.choice(BLOCK_WORDS)}" for _ in range(count))
+    rng, choice = random.Random(str(seed)), WORDS.split()
+    return "".join(f" {rng.choice(choice)}" for _ in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,9 @@ class _NoSearch:
 
 
 class VllmCell:
-    def __init__(self, config: Config, client: PlacementClient, links: LinkPool, actor: PlacementActor) -> None:
+    def __init__(
+        self, config: Config, client: PlacementClient, links: LinkPool, actor: PlacementActor
+    ) -> None:
         self.config, self.client, self.links, self.actor = config, client, links, actor
 
     @property
@@ -207,7 +209,7 @@ async def vllm_cell(
             await client.start()
             try:
                 async with asyncio.timeout(START_LIMIT_S):
-                    while sum(unit.load.state == UnitState.READY for unit in client.fleet.units) < units:
+                    while _ready(client) < units:  # noqa: ASYNC110  asked, as a probe does
                         await asyncio.sleep(0.1)
                 heap.freeze()
                 yield VllmCell(config, client, links, actor)
@@ -217,37 +219,36 @@ async def vllm_cell(
                 await actor.close()
 
 
-def _units(count: int, config: Config, address: tuple[str, int]) -> Any:
-    from contextlib import contextmanager
+def _ready(client: PlacementClient) -> int:
+    return sum(unit.load.state == UnitState.READY for unit in client.fleet.units)
 
-    @contextmanager
-    def running() -> Iterator[None]:
-        environment = os.environ | engine_environment(config.models[0])
-        told = {"config": config.model_dump(mode="json"), "address": address}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, f"unit-{number}"], stdin=subprocess.PIPE, env=environment, text=True
-            )
-            for number in range(count)
-        ]
-        try:
-            for process in processes:
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(told) + "\n")
-                process.stdin.flush()
-            yield
-        finally:
-            for process in processes:
-                assert process.stdin is not None
-                process.stdin.close()
-            for process in processes:
-                try:
-                    process.wait(STOP_LIMIT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
 
-    return running()
+@contextmanager
+def _units(count: int, config: Config, address: tuple[str, int]) -> Iterator[None]:
+    environment = os.environ | engine_environment(config.models[0]) | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    told = json.dumps({"config": config.model_dump(mode="json"), "address": address})
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, f"unit-{number}"], stdin=subprocess.PIPE, env=environment, text=True
+        )
+        for number in range(count)
+    ]
+    try:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(told + "\n")
+            process.stdin.flush()
+        yield
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            try:
+                process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 async def be_a_unit(unit_id: str) -> None:

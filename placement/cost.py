@@ -35,9 +35,14 @@ def output_tokens(request: PlacementRequest, forecast: Forecast) -> int:
     return max(1, min(request.max_output_tokens, round(forecast.mean_tokens)))
 
 
+def prompt_tokens(request: PlacementRequest, forecast: Forecast) -> int:
+    """Return the expected length of the prompt: gateways estimate it from its text."""
+    return round(request.prompt_tokens * forecast.prompt_scale)
+
+
 def kv_tokens(request: PlacementRequest, forecast: Forecast) -> int:
     """Return the KV memory that the request is expected to fill."""
-    return request.prompt_tokens + output_tokens(request, forecast)
+    return prompt_tokens(request, forecast) + output_tokens(request, forecast)
 
 
 def kv_tokens_kept(load: UnitLoad) -> int:
@@ -109,7 +114,8 @@ def predict(
 ) -> Costs:
     """Return the predicted costs of `request` on the units at `rows` (ascending, one or more).
 
-    `cached_tokens`, one of each row of the fleet, says what they hold of the prompt.
+    `cached_tokens`, one for each row of the fleet, says what they hold of the prompt, by the gateway's
+    estimate of tokens; it is used up.
 
     Asserts that every part is finite and none negative. What is rare (no free slot, no free memory) is
     worked out only when some unit has it: on a small fleet a decision's time is the count of its array
@@ -128,9 +134,10 @@ def predict(
     step_ms += next_step_ms
     prefill_ms = first_steps * step_ms
     if cached_tokens is None:
-        prefill_ms += prefill_ms_per_token * request.prompt_tokens
+        prefill_ms += prefill_ms_per_token * prompt_tokens(request, forecast)
     else:
-        prefill_ms += prefill_ms_per_token * (request.prompt_tokens - cached_tokens)
+        cached_tokens *= forecast.prompt_scale
+        prefill_ms += prefill_ms_per_token * (request.prompt_tokens * forecast.prompt_scale - cached_tokens)
     decode_ms = step_ms * (tokens - 1)
     if np.count_nonzero(crowd):
         # With all slots taken, one frees each time a request ends: all of them in the time of an answer.

@@ -328,14 +328,18 @@ class View:
         unit, card = self.units[row], self.units[row].card
         observed_s = self._clock.read(now_s)
         kv_tokens_total = self.columns.kv_tokens_total.item(row)
-        reuse = self.prefixes.placed(unit.prefixes, request.prefix, request.prompt_tokens, kv_tokens_total)
+        forecast = self.forecast(request)
+        scale = forecast.prompt_scale
+        reuse = self.prefixes.placed(
+            unit.prefixes, request.prefix, request.prompt_tokens, kv_tokens_total, scale
+        )
         reservation = Reservation(
             reservation_id=request.reservation_id,
             unit_id=unit_id,
             incarnation=card.incarnation,
             holder=holder,
-            prompt_tokens=request.prompt_tokens - reuse.tokens,
-            kv_tokens=cost.kv_tokens(request, self.forecast(request)),
+            prompt_tokens=round((request.prompt_tokens - reuse.tokens) * scale),
+            kv_tokens=cost.kv_tokens(request, forecast),
             made_s=observed_s,
             expires_s=observed_s + self.rules.lease_s,
             lesson=self._learning.lesson(request, card.model, self._loads.here(row)),
@@ -403,7 +407,8 @@ class View:
         self.prefixes.found(unit, reuse, spent.cached_tokens / max(spent.input_tokens, 1))
         tokens = spent.input_tokens + spent.output_tokens
         prefix = reservation.prefix + answer_prefix
-        self.prefixes.ended(unit, prefix, tokens, self.columns.kv_tokens_total.item(row))
+        kv_tokens_total = self.columns.kv_tokens_total.item(row)
+        self.prefixes.ended(unit, prefix, tokens, kv_tokens_total, reuse.scale)
 
     def release_holder(self, holder: int) -> int:
         """End a lost gateway's reservations, save those that a unit reports: these run. Count them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from grid.words import PlacementRequest, UnitCard, UnitLoad
-from placement.lengths import Forecast, OutputLengths
+from placement.lengths import NO_PROMPT, Forecast, OutputLengths, Prompt
 from placement.reports import Spent
 from placement.speeds import LearnedSpeeds, Ran, UnitSpeed
 
@@ -40,6 +40,9 @@ class Lesson(NamedTuple):
     """Requests that share a step, this one among them."""
     kv_tokens: int
     """In the KV cache when it came."""
+    prompt_estimate: int
+    """The gateway's, in tokens."""
+    max_output_tokens: int
     queued: bool
     """Others were to be served first, so that its first token says nothing of a speed."""
 
@@ -78,6 +81,8 @@ class Learning:
             is_whole=request.attempt <= FIRST_ATTEMPT,
             batch=min(found.load + 1, found.max_running),
             kv_tokens=found.kv_tokens,
+            prompt_estimate=request.prompt_tokens,
+            max_output_tokens=request.max_output_tokens,
             queued=found.load >= found.max_running or found.tokens_ahead > 0,
         )
 
@@ -85,7 +90,11 @@ class Learning:
         """Learn from a finished request; only its length, where `unit` and what it leaves there are None."""
         if not lesson.is_whole:
             return
-        self._lengths.take(lesson.tenant_id, lesson.pipeline_id, lesson.model, spent.output_tokens)
+        self._lengths.take(
+            *(lesson.tenant_id, lesson.pipeline_id, lesson.model, spent.output_tokens),
+            is_cut=spent.output_tokens >= lesson.max_output_tokens,
+            prompt=Prompt(lesson.prompt_estimate, spent.input_tokens) if spent.input_tokens else NO_PROMPT,
+        )
         if unit is not None and left is not None:
             unit.ran(_ran(lesson, spent, left))
 

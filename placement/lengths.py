@@ -1,8 +1,10 @@
-"""How long answers get: learned output lengths of tenant, pipeline and model, as quantiles. Pure.
+"""How long answers get, and prompts against their estimates; learned for tenant, pipeline and model. Pure.
 
 A group that has seen little leans on the next wider one: (tenant, pipeline, model), then (tenant, model),
 then the model, then everything, and at last a prior. A group's distribution is its own decayed counts plus
 LEAN_ON counts spread as its parent's distribution, so that no switch from one to the other is ever seen.
+An answer that was cut off at its `max_output_tokens` says only that it is longer: it counts among the longer
+ones, spread as those are (Efron's redistribution to the right).
 """
 
 from __future__ import annotations
@@ -51,11 +53,33 @@ EXPECTED_OUTPUT_TOKENS = 256
 
 COVERAGE = 0.9
 
+REDISTRIBUTIONS = 4
+"""Rounds of spreading what was cut off; each begins with what the last refresh found."""
+
+LEAST_TAIL = 1e-6
+"""Where no more than this is longer, an answer that was cut off counts as it is."""
+
+MAX_SCALE = 8.0
+"""Of a prompt's tokens against their estimate, and its inverse: text of any script is within it."""
+
 
 class Forecast(NamedTuple):
     mean_tokens: float
+    """Of an answer, were it not cut off."""
     p90_tokens: int
     """COVERAGE of the answers are expected to be no longer than this."""
+    prompt_scale: float = 1.0
+    """Tokens of a prompt for each that the gateway estimates."""
+
+
+class Prompt(NamedTuple):
+    """Tokens of one prompt."""
+
+    estimate: int
+    tokens: int
+
+
+NO_PROMPT = Prompt(0, 0)
 
 
 def _edges() -> list[int]:
@@ -67,6 +91,11 @@ def _edges() -> list[int]:
 
 _EDGES = _edges()
 """The longest length of each bin."""
+
+_LENGTHS: Floats = np.array(
+    [(before + 1 + edge) / 2 for before, edge in zip([-1, *_EDGES], _EDGES, strict=False)]
+)
+"""The middle of each bin."""
 
 
 def _prior() -> Floats:
@@ -90,11 +119,18 @@ def _quantile(shares: Floats) -> int:
 class _Group:
     """Decayed counts, and the distribution that was made of them and of the wider group's."""
 
-    __slots__ = ("answers", "counts", "forecast", "mass", "shares", "tokens", "until", "weight")
+    __slots__ = (
+        *("answers", "counts", "cut", "estimated", "forecast", "mass", "prompts", "shares"),
+        *("tokens", "until", "weight"),
+    )
 
     def __init__(self) -> None:
         self.counts = np.zeros(len(_EDGES), np.float64)
+        self.cut: Floats | None = None
+        """Of the counts, answers that were cut off; None while there are none."""
         self.mass = self.tokens = 0.0
+        self.prompts = self.estimated = 0.0
+        """Tokens of prompts, counted and estimated."""
         self.weight = 1.0
         self.answers = 0
         self.until = 0
@@ -102,23 +138,51 @@ class _Group:
         self.shares = self.counts
         self.forecast = Forecast(0.0, 0)
 
-    def take(self, bin_number: int, length: int) -> None:
+    def take(self, bin_number: int, length: int, is_cut: bool, prompt: Prompt) -> None:
         self.weight *= 1 + 1 / REMEMBERED_ANSWERS
         self.counts[bin_number] += self.weight
+        if is_cut:
+            self.cut = np.zeros_like(self.counts) if self.cut is None else self.cut
+            self.cut[bin_number] += self.weight
+        self.prompts += self.weight * prompt.tokens
+        self.estimated += self.weight * prompt.estimate
         self.mass += self.weight
         self.tokens += self.weight * length
         self.answers += 1
         if self.weight > MAX_WEIGHT:
-            for name in ("counts", "mass", "tokens", "weight"):
+            for name in ("counts", "mass", "tokens", "weight", "prompts", "estimated"):
                 setattr(self, name, getattr(self, name) / MAX_WEIGHT)
+            self.cut = None if self.cut is None else self.cut / MAX_WEIGHT
 
-    def lean_on(self, shares: Floats, mean_tokens: float) -> None:
+    def lean_on(self, shares: Floats, wider: Forecast) -> None:
         lean = LEAN_ON * self.weight
         whole = self.mass + lean
-        self.shares = (self.counts + lean * shares) / whole
-        mean_tokens = (self.tokens + lean * mean_tokens) / whole
-        self.forecast = Forecast(mean_tokens, _quantile(self.shares))
+        known = (self.counts + lean * shares) / whole
+        mean_tokens = (self.tokens + lean * wider.mean_tokens) / whole
+        if self.cut is not None:
+            cut = self.cut / whole
+            self.shares = _redistributed(known, cut, known if self.shares is self.counts else self.shares)
+            mean_tokens += float(((self.shares - known) * _LENGTHS).sum())
+        else:
+            self.shares = known
+        scale = self.prompts / self.estimated if self.estimated else wider.prompt_scale
+        # Prompts of a kind have much the same scale: a first one says as much as all others'.
+        scale = (self.mass * scale + self.weight * wider.prompt_scale) / (self.mass + self.weight)
+        scale = min(max(scale, 1 / MAX_SCALE), MAX_SCALE)
+        self.forecast = Forecast(mean_tokens, _quantile(self.shares), scale)
         self.until = self.answers + 1 + min(int(self.answers * REFRESH_SHARE), MAX_REFRESH_ANSWERS)
+
+
+def _redistributed(known: Floats, cut: Floats, shares: Floats) -> Floats:
+    """Return `known` with what was `cut` off of it spread over longer bins; `shares` is the last guess."""
+    for _ in range(REDISTRIBUTIONS):
+        longer = np.cumsum(shares[::-1])[::-1] - shares
+        spread = np.where(longer > LEAST_TAIL, cut, 0.0)
+        each = np.cumsum(spread / np.maximum(longer, LEAST_TAIL))
+        gained = shares[1:] * each[:-1]
+        shares = known - spread
+        shares[1:] += gained
+    return shares
 
 
 Key = tuple[str, ...]
@@ -134,8 +198,17 @@ class OutputLengths:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def take(self, tenant_id: str, pipeline_id: str, model: str, output_tokens: int) -> None:
-        """Learn from one finished answer; those of no token are no answers."""
+    def take(
+        self,
+        tenant_id: str,
+        pipeline_id: str,
+        model: str,
+        output_tokens: int,
+        *,
+        is_cut: bool = False,
+        prompt: Prompt = NO_PROMPT,
+    ) -> None:
+        """Learn from one finished answer; those of no token are no answers. `is_cut`: it would be longer."""
         if output_tokens < 1:
             return
         length = min(output_tokens, MAX_LENGTH)
@@ -145,7 +218,7 @@ class OutputLengths:
             if group is None:
                 group = self._groups[key] = _Group()
             self._groups.move_to_end(key)
-            group.take(bin_number, length)
+            group.take(bin_number, length, is_cut, prompt)
         while len(self._groups) > MAX_GROUPS:
             self._groups.popitem(last=False)
 
@@ -159,14 +232,14 @@ class OutputLengths:
 
     def _refreshed(self, group: _Group, wider: tuple[Key, ...]) -> _Group:
         if group.answers >= group.until:
-            shares, mean_tokens = self._prior, self.unknown.mean_tokens
+            shares, forecast = self._prior, self.unknown
             for at, key in enumerate(wider):
                 parent = self._groups.get(key)
                 if parent is not None:
                     parent = self._refreshed(parent, wider[at + 1 :])
-                    shares, mean_tokens = parent.shares, parent.forecast.mean_tokens
+                    shares, forecast = parent.shares, parent.forecast
                     break
-            group.lean_on(shares, mean_tokens)
+            group.lean_on(shares, forecast)
         return group
 
 

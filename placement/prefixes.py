@@ -5,7 +5,8 @@ tenant, so that none is ever equal to another tenant's. A unit is taken to hold 
 given, as an engine does: least recently used tokens leave first, of one prompt the last ones first, and no
 more is held than its KV cache has room for. So whoever holds a beginning holds every shorter one, which makes
 a look-up one walk from the shortest on that ends where nobody holds the next. What a finished request really
-found in the cache is believed over the estimate. Pure; counts are the gateway's estimates of tokens.
+found in the cache is believed over the estimate. Pure; a prompt's tokens are the gateway's estimate, what a
+unit holds is in its own.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Reuse(NamedTuple):
     """Its number among what touched the unit's cache."""
     earlier: int = 0
     """When the last of those blocks was touched before."""
+    scale: float = 1.0
+    """How many of the unit's tokens a token of the estimate is."""
 
 
 NO_REUSE = Reuse()
@@ -164,9 +167,16 @@ class Prefixes:
     # --- telling ----------------------------------------------------------------------------
 
     def placed(
-        self, unit: UnitPrefixes, prefix: Sequence[int], prompt_tokens: int, capacity_tokens: int
+        self,
+        unit: UnitPrefixes,
+        prefix: Sequence[int],
+        prompt_tokens: int,
+        capacity_tokens: int,
+        scale: float = 1.0,
     ) -> Reuse:
         """Take in that a unit was given a prompt; return what it should find of it in its cache.
+
+        `scale` is that of `Reuse`.
 
         A prompt that comes a moment later finds this one's blocks: engines share them from the first step on.
         """
@@ -179,9 +189,10 @@ class Prefixes:
             blocks += 1
         held_tokens = min(END_TOKENS[blocks - 1], max(prompt_tokens - 1, 0)) if blocks else 0
         earlier = unit.blocks[prefix[blocks - 1]] if blocks else 0
-        self._touch(unit, prefix, capacity_tokens)
+        self._touch(unit, prefix, capacity_tokens, scale)
         tokens = int(held_tokens * self._trust.item(unit.number))
-        return Reuse(tokens, held_tokens / max(prompt_tokens, 1), blocks, unit.touches, earlier)
+        share = held_tokens / max(prompt_tokens, 1)
+        return Reuse(tokens, share, blocks, unit.touches, earlier, scale)
 
     def withdrawn(self, unit: UnitPrefixes, prefix: Sequence[int], reuse: Reuse) -> None:
         """Take back what `placed` took in: the prompt was never computed."""
@@ -189,7 +200,14 @@ class Prefixes:
             if unit.blocks.get(key) == reuse.touch:
                 self._drop(unit, key)
 
-    def ended(self, unit: UnitPrefixes, prefix: Sequence[int], tokens: int, capacity_tokens: int) -> None:
+    def ended(
+        self,
+        unit: UnitPrefixes,
+        prefix: Sequence[int],
+        tokens: int,
+        capacity_tokens: int,
+        scale: float = 1.0,
+    ) -> None:
         """Take in that a request has ended, which is when its tokens become the most recently used.
 
         `prefix` may have become longer by the answer. `tokens` are those of prompt and answer; what of them
@@ -198,10 +216,10 @@ class Prefixes:
         if capacity_tokens <= 0:
             return
         hashed = min(len(prefix), MAX_BLOCKS)
-        more_tokens = tokens - (END_TOKENS[hashed - 1] if hashed else 0)
+        more_tokens = tokens - int(END_TOKENS[hashed - 1] * scale if hashed else 0)
         if more_tokens > 0:
             self._fill(unit, more_tokens)
-        self._touch(unit, prefix, capacity_tokens)
+        self._touch(unit, prefix, capacity_tokens, scale)
 
     def found(self, unit: UnitPrefixes, reuse: Reuse, real_share: float) -> None:
         """Correct the estimate by what share of its prompt a request found in the cache.
@@ -218,7 +236,7 @@ class Prefixes:
 
     # --- one unit's blocks ------------------------------------------------------------------
 
-    def _touch(self, unit: UnitPrefixes, prefix: Sequence[int], capacity_tokens: int) -> None:
+    def _touch(self, unit: UnitPrefixes, prefix: Sequence[int], capacity_tokens: int, scale: float) -> None:
         unit.touches += 1
         held, touch = unit.blocks, unit.touches
         # The last ones first, so that they leave first.
@@ -228,7 +246,8 @@ class Prefixes:
                 held[key] = touch
                 held.move_to_end(key)
             else:
-                self._hold(unit, key, END_TOKENS[at] - (END_TOKENS[at - 1] if at else 0))
+                tokens = END_TOKENS[at] - (END_TOKENS[at - 1] if at else 0)
+                self._hold(unit, key, max(round(tokens * scale), 1))
         if not held:
             return
         self._recent[unit] = None

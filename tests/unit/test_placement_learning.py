@@ -9,7 +9,9 @@ import random
 from collections.abc import Callable
 from typing import TextIO
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 from support.fleet import make_card, make_load, make_request, make_view
 from support.shared import data_file
 
@@ -17,7 +19,7 @@ from placement import lengths, speeds
 from placement.decide import decide
 from placement.fleet import View
 from placement.learning import STUDY_S
-from placement.lengths import OutputLengths
+from placement.lengths import OutputLengths, Prompt
 from placement.reports import Spent
 from placement.speeds import LearnedSpeeds, Ran, Speeds, UnitSpeed
 
@@ -208,6 +210,55 @@ def test_kinds_without_units_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert learner.join(make_card("u9", model="kept")).kind is kept.kind
 
 
+def test_answers_that_were_cut_off_count_among_the_longer_ones() -> None:
+    rng, whole, cut = random.Random(0), OutputLengths(), OutputLengths()
+    for _ in range(2_000):
+        length = max(1, round(rng.lognormvariate(5, 0.7)))
+        cap = rng.choice([100, 200, 400, 4_000])
+        whole.take("t", "p", "m", length)
+        cut.take("t", "p", "m", min(length, cap), is_cut=length >= cap)
+    truth, learned = whole.forecast("t", "p", "m"), cut.forecast("t", "p", "m")
+    assert learned.mean_tokens == pytest.approx(truth.mean_tokens, rel=0.15)
+    assert learned.p90_tokens == pytest.approx(truth.p90_tokens, rel=0.15)
+
+
+def test_answers_that_are_always_cut_off_say_nothing_of_their_end() -> None:
+    learned = OutputLengths()
+    for _ in range(500):
+        learned.take("t", "p", "m", 20, is_cut=True)
+    assert learned.forecast("t", "p", "m").mean_tokens > 200
+    mixed = OutputLengths()
+    for number in range(500):
+        mixed.take("t", "p", "m", 20 if number % 2 else 10, is_cut=bool(number % 2))
+    assert 100 < mixed.forecast("t", "p", "m").mean_tokens < 300
+
+
+@given(answers=st.lists(st.tuples(st.integers(1, 1 << 21), st.booleans()), max_size=40))
+def test_any_answers_make_a_distribution(answers: list[tuple[int, bool]]) -> None:
+    learned = OutputLengths()
+    for length, is_cut in answers:
+        learned.take("t", "p", "m", length, is_cut=is_cut)
+        told = learned.forecast("t", "p", "m")
+        assert 0 < told.p90_tokens <= 2 * lengths.MAX_LENGTH
+        assert 0 < told.mean_tokens <= 2 * lengths.MAX_LENGTH
+        group = learned._groups["t", "p", "m"]
+        assert group.shares.sum() == pytest.approx(1)
+        assert group.shares.min() >= 0
+
+
+def test_prompts_are_scaled_by_what_units_counted_of_their_like() -> None:
+    learned = OutputLengths()
+    for _ in range(50):
+        learned.take("t", "chat", "m", 10, prompt=Prompt(400, 300))
+        learned.take("t", "code", "m", 10, prompt=Prompt(400, 600))
+    assert learned.forecast("t", "chat", "m").prompt_scale == pytest.approx(0.75, abs=0.05)
+    assert learned.forecast("t", "code", "m").prompt_scale == pytest.approx(1.5, abs=0.1)
+    assert learned.forecast("t", "new", "m").prompt_scale == pytest.approx(1.125, abs=0.05)
+    for _ in range(200):
+        learned.take("t", "code", "m", 10, prompt=Prompt(1, 1 << 40))
+    assert learned.forecast("t", "code", "m").prompt_scale <= lengths.MAX_SCALE
+
+
 # --- in the view ----------------------------------------------------------------------------
 
 
@@ -231,6 +282,21 @@ def test_a_view_learns_lengths_for_pipelines_by_the_model_behind_an_alias() -> N
     assert decision.chosen.decode_ms == pytest.approx(10 * decision.expected_output_tokens, rel=0.05)
     capped = decide(make_request(pipeline_id="pl-1", max_output_tokens=8), view, 0.0, random.Random(0))
     assert (capped.expected_output_tokens, capped.output_tokens_p90) == (8, 8)
+
+
+def test_a_prompt_is_priced_and_counted_by_its_expected_tokens() -> None:
+    view = make_view(make_card(max_running=64))
+    for number in range(200):
+        run(view, number, "u0", Spent(200, 40, 200.0, 600.0))
+    request = make_request("last", prefix=tuple(range(1, 3)), prompt_tokens=130)
+    half = decide(make_request(prompt_tokens=65), view, 0.0, random.Random(0)).chosen.prefill_ms
+    whole = decide(request, view, 0.0, random.Random(0)).chosen.prefill_ms
+    per_token_ms = view.units[0].speeds.prefill_ms_per_token
+    assert whole - half == pytest.approx(2 * 65 * per_token_ms, rel=0.05)
+    view.reserve(request, "u0", GATEWAY, 0.0)
+    assert view.columns.tokens_ahead[0] == pytest.approx(2 * 130, rel=0.02)
+    cached = decide(request, view, 0.0, random.Random(0)).chosen.cached_tokens
+    assert cached == pytest.approx(2 * 128, rel=0.02)
 
 
 def test_speeds_change_at_a_tick_and_predictions_come_true() -> None:
