@@ -2,11 +2,11 @@
 
     python benchmarks/predicted.py --data FOLDER [--json OUT] [--seconds S] [--requests N] [--rows OUT]
 
-FOLDER (or the environment variable GRID_DATA) holds `traces/` of the evaluation data. N requests of the hour of
-the Azure code trace, evenly drawn, are replayed in S seconds on two units of the tiny model; prompts have a
-quarter of their tokens, answers all of theirs, prompts share nothing. What the decision said of the chosen unit
-when it was made is compared with what the gateway saw from then on: until the first token, and until the last.
-The first fifth of the requests warms up and is left out.
+FOLDER (or the environment variable GRID_DATA) holds `traces/` of the evaluation data. N requests of the hour
+of the Azure code trace, evenly drawn, are replayed in S seconds on two units of the tiny model; prompts have
+a quarter of their tokens, answers all of theirs, and nothing is shared. What the decision said of the chosen
+unit is compared with what the gateway saw from then on: until the first token, and until the last. The first
+fifth of the requests warms up and is left out.
 
 Baseline: the median of the last 100 actual times, which is what a grid that predicts nothing knows.
 """
@@ -111,7 +111,8 @@ def main() -> None:
     several = [row for row in arm.rows if row.output_tokens > 1]
     found = {name: errors(several if "between" in name else arm.rows, *each) for name, each in WHAT.items()}
     print(
-        f"{'':<26}{'actual p50':>12}{'p90':>9}{'error p50':>12}{'p90':>8}{'baseline p50':>15}{'p90':>8}{'ratio':>8}"
+        f"{'':<26}{'actual p50':>12}{'p90':>9}{'error p50':>12}{'p90':>8}{'baseline p50':>15}{'p90':>8}"
+        f"{'ratio':>8}"
     )
     for name, row in found.items():
         print(
