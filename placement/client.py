@@ -64,7 +64,7 @@ class PlacementClient:
             role="gateway",
             peer_id=peer_id,
             secret=secret,
-            handler=_Listener(self._take, self._there.clear),
+            handler=_Listener(self._take, self._lose),
             on_connected=lambda link: link.send(Watch(0)),
         )
 
@@ -229,6 +229,11 @@ class PlacementClient:
                 callback(fleet)
             except Exception:
                 log.exception("a fleet callback failed")
+
+    def _lose(self) -> None:
+        self._there.clear()
+        # What an actor that is gone had gathered is all that is known now.
+        self._fleet = self._fleet._replace(gathering=False)
 
 
 class _Listener:
