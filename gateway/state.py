@@ -27,11 +27,15 @@ SCHEMA_KEY = "zg:schema"
 MAX_CONNECTIONS = 32
 """Of one process. A command takes under a millisecond, so more would only wait inside Redis."""
 CONNECTION_WAIT_S = 2.0
-CALL_TIMEOUT_S = 2.0
+CALL_TIMEOUT_S = 1.0
 """A local Redis answers in a millisecond; a call that takes this long is better refused than kept."""
-RETRIES = 2
+RETRIES = 1
 RETRY_CAP_S = 0.05
-"""Bridges a dropped connection; a server that restarts is for the caller to come back to."""
+"""Bridges a dropped connection; a server that restarts, or hangs, is for the caller to come back to."""
+OUTAGE_S = 60.0
+"""How long keys, pipelines and data sources that a process has read before are believed while Redis does not
+answer. Nothing can be changed there meanwhile, unless others still reach it: then a revoked key works here
+for so long at most."""
 RETRY_AFTER_S = 1.0
 PASSWORD_FILE = "redis.password"
 """For a configured URL without a password in it; optional."""

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from gateway.records import tenant_key
 from gateway.remembered import Remembered
-from gateway.state import as_bytes, run_script, state_errors
+from gateway.state import OUTAGE_S, as_bytes, run_script, state_errors
 from grid.errors import Conflict, IdempotencyReused, InvalidRequest, NotFound
 
 IDEMPOTENCY_S = 24 * 3600
@@ -118,7 +118,7 @@ class Tables:
     def __init__(self, client: Redis, clock: Callable[[], float]) -> None:
         self._redis = client
         self._recent = Remembered[tuple[str, str, str], Any](
-            keep_s=CACHE_S, bound=CACHED_RECORDS, clock=clock
+            keep_s=CACHE_S, bound=CACHED_RECORDS, clock=clock, away_s=OUTAGE_S
         )
 
     async def create(
@@ -238,7 +238,7 @@ class Tables:
     async def remembered(
         self, tenant_id: str, what: str, which: str, load: Callable[[], Coroutine[Any, Any, Record]]
     ) -> Record:
-        """Return what `load` returns, or returned up to CACHE_S ago."""
+        """Return what `load` returns, or returned up to CACHE_S ago; OUTAGE_S while Redis is away."""
         record: Record = await self._recent.get((tenant_id, what, which), load)
         return record
 

@@ -2,7 +2,8 @@
 
 A key is shown once, when it is made; Redis holds only its HMAC-SHA256 under the cell's pepper file, so that
 neither Redis nor the file alone allows a guess to be checked. A revoked key stops working everywhere within
-`REVOCATION_S`: that is how long a process may trust its own memory of a key.
+`REVOCATION_S`: that is how long a process may trust its own memory of a key. While Redis does not answer,
+keys that were good when it last did are trusted for `OUTAGE_S`.
 
     zg:keys     hash  HMAC of the key (hex) → key record
     zg:key-ids  hash  key id → HMAC of the key
@@ -28,7 +29,7 @@ from redis.asyncio import Redis
 
 from gateway.records import Tenant
 from gateway.remembered import Remembered
-from gateway.state import run_script, state_errors
+from gateway.state import OUTAGE_S, run_script, state_errors
 from gateway.trust.keyfiles import read_or_make_secret, secret_path
 from grid.config import Config
 from grid.errors import Conflict, InvalidRequest, NotFound, Unauthorised
@@ -97,7 +98,9 @@ class Tenants:
     def __init__(self, client: Redis, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._redis = client
         self._pepper = read_or_make_secret(secret_path(config.cell.state_dir, PEPPER_FILE))
-        self._recent = Remembered[bytes, Tenant](keep_s=REVOCATION_S, bound=CACHED_KEYS, clock=clock)
+        self._recent = Remembered[bytes, Tenant](
+            keep_s=REVOCATION_S, bound=CACHED_KEYS, clock=clock, away_s=OUTAGE_S
+        )
 
     async def authenticate(self, presented_key: str) -> Tenant:
         """Return who presents the key. Raises Unauthorised, with the same words for every wrong key."""

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from gateway.remembered import Remembered
+from grid.errors import Rejected
 
 
 class Source:
@@ -29,7 +30,7 @@ class Source:
         return mine
 
     def remembered(self, bound: int = 8) -> Remembered[str, int]:
-        return Remembered(keep_s=1.0, bound=bound, clock=lambda: self.now_s)
+        return Remembered(keep_s=1.0, bound=bound, clock=lambda: self.now_s, away_s=10.0)
 
 
 async def test_callers_share_one_read_and_then_its_value() -> None:
@@ -97,3 +98,49 @@ async def test_the_oldest_leaves_at_the_bound(bound: int, reads: int) -> None:
     for key in ("a", "b", "a"):
         await memory.get(key, source.read)
     assert source.reads == reads
+
+
+async def test_while_the_source_is_away_an_older_value_will_do_for_a_while() -> None:
+    source = Source()
+    source.ready.set()
+    memory = source.remembered()
+    assert await memory.get("a", source.read) == 1
+    source.error = Rejected("away")
+    source.now_s = 10.9
+    assert await memory.get("a", source.read) == 1
+    with pytest.raises(Rejected):
+        await memory.get("b", source.read)
+    source.now_s = 11.1
+    with pytest.raises(Rejected):
+        await memory.get("a", source.read)
+
+
+async def test_a_source_that_hangs_holds_nobody_up_twice() -> None:
+    source = Source()
+    memory = source.remembered()
+    source.ready.set()
+    for key in ("a", "b"):
+        await memory.get(key, source.read)
+    source.ready.clear()
+    source.now_s = 2.0
+    assert await memory.get("a", source.read) == 1
+    before = source.reads
+    assert [await memory.get(key, source.read) for key in ("b", "a", "b")] == [2, 1, 2]
+    assert source.reads == before, "one read asks whether the source is back"
+    source.ready.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert await memory.get("a", source.read) == 3
+
+
+async def test_what_the_source_has_denied_does_not_come_back_while_it_is_away() -> None:
+    source = Source()
+    source.ready.set()
+    memory = source.remembered()
+    assert await memory.get("a", source.read) == 1
+    source.now_s, source.error = 2.0, KeyError("revoked")
+    with pytest.raises(KeyError):
+        await memory.get("a", source.read)
+    source.error = Rejected("away")
+    with pytest.raises(Rejected):
+        await memory.get("a", source.read)
