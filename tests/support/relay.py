@@ -14,15 +14,15 @@ class Relay:
     """Stands before one address. Bytes in a black hole are kept from the other side for ever."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._target = (host, port)
+        self.target = (host, port)
         self._open = asyncio.Event()
         self._open.set()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> tuple[str, int]:
-        self._server = await asyncio.start_server(self._joined, "127.0.0.1", 0)
+    async def start(self, port: int = 0) -> tuple[str, int]:
+        self._server = await asyncio.start_server(self._joined, "127.0.0.1", port)
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
@@ -48,7 +48,7 @@ class Relay:
 
     async def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there, back = await asyncio.open_connection(*self._target)
+            there, back = await asyncio.open_connection(*self.target)
         except OSError:
             writer.transport.abort()
             return
