@@ -231,6 +231,9 @@ class PlacementRequest(NamedTuple):
     priority: int = 0
     """Among its tenant's waiting requests the lowest goes first. Negative: a stream that had begun on a unit
     that was lost, which goes before everyone's."""
+    prefer_fingerprint: str = ""
+    """The variant that a greedy answer began on: on its units the text goes on as it would have there, so
+    they come before all others, of whatever region. A preference: any unit of the model can go on with it."""
 
     @property
     def reservation_id(self) -> str:

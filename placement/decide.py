@@ -2,7 +2,9 @@
 
 The order is (region tier, cost). Tiers follow `prefer_regions` strictly: the first named region, then the
 second, …, then every other region; a unit whose predicted wait passes the bound leaves its tier for the
-last, where only cost counts. Ties are broken at random, so that deciders do not all favour the first row.
+last, where only cost counts. Before all that, a greedy answer that goes on prefers the variant that it began
+on, where its text is sure to be the same. Ties are broken at random, so that deciders do not all favour the
+first row.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from grid.errors import GridError, InvalidRequest, NoEligibleUnit, Overloaded
 from grid.words import Candidate, Decision, PlacementRequest
 from placement import cost
-from placement.columns import Floats, Ints
+from placement.columns import Floats, Ints, Mask
 from placement.filters import WAITING_HELPS, Question, Sifted, reasons, rejections, sift
 from placement.fleet import View
 from placement.lengths import Forecast
@@ -106,17 +108,28 @@ def _check(request: PlacementRequest) -> None:
 
 
 def _keys(question: Question, rows: Ints, costs: cost.Costs) -> Floats:
-    """Return what to order rows by: the region tier, lower first, and in a tier the cost."""
-    view, preferred, total_ms = question.view, question.request.prefer_regions, costs.total_ms
-    if not preferred:
+    """Return what to order rows by: the variant, the region tier, lower first, and in a tier the cost."""
+    request, view, total_ms = question.request, question.view, costs.total_ms
+    preferred, fingerprint = request.prefer_regions, request.prefer_fingerprint
+    if not preferred and not fingerprint:
         return total_ms
     tier = region_tiers(view, preferred)[rows]
     longest_ms = view.rules.prefer_region_wait_ms - costs.network_ms
-    if np.maximum.reduce(costs.queue_ms) > longest_ms:
+    if preferred and np.maximum.reduce(costs.queue_ms) > longest_ms:
         tier[costs.queue_ms > longest_ms] = len(preferred) + 1
+    if fingerprint:
+        tier[other_variants(view, fingerprint)[rows]] += len(preferred) + 2
     tier *= costs.most_ms + 1.0
     tier += total_ms
     return tier
+
+
+def other_variants(view: View, fingerprint: str) -> Mask:
+    """Return which units' greedy text may differ from that of a variant. Shared: write to none."""
+    return view.remembered(
+        ("variant", fingerprint),
+        lambda: np.array([unit.card.fingerprint != fingerprint for unit in view.units], bool),
+    )
 
 
 def region_tiers(view: View, preferred: tuple[str, ...]) -> Floats:

@@ -282,6 +282,7 @@ class Delivery:
             exclude_units=order.excluded,
             prefix=self._prefix.hashes,
             priority=URGENT if order.emitted_tokens else 0,
+            prefer_fingerprint=order.fingerprint,
             deadline_ms=left_s * 1000,
             traceparent="" if span is None else span.traceparent,
         )

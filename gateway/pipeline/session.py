@@ -353,8 +353,17 @@ class Session:
     def _open(self, *, takes_over: bool = False) -> None:
         excluded, is_hedge = self._attempts.excluded, bool(self._attempts.live) and not takes_over
         attempt = self._attempts.open(takes_over=takes_over)
-        emitted_tokens = len(self.answer.ids)
-        self._effects.append(st.Place(attempt.number, excluded, emitted_tokens, self._rest_tokens, is_hedge))
+        goes_on_exactly = self._order.is_greedy and len(self._fingerprints) == 1
+        self._effects.append(
+            st.Place(
+                attempt.number,
+                excluded,
+                len(self.answer.ids),
+                self._rest_tokens,
+                next(iter(self._fingerprints)) if goes_on_exactly else "",
+                is_hedge,
+            )
+        )
 
     def _can_open_beside(self, attempt: Attempt) -> bool:
         return (

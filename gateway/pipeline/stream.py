@@ -84,6 +84,8 @@ class Place(NamedTuple):
     emitted_tokens: int
     rest_tokens: int
     """Output tokens that are still to come, at most."""
+    fingerprint: str = ""
+    """Of the variant that greedy text goes on exactly on; "" where that says nothing."""
     is_hedge: bool = False
     """Another attempt lives, and may still have the next token."""
 

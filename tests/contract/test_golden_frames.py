@@ -187,6 +187,7 @@ REQUEST = PlacementRequest(
     pipeline_id="pl-1",
     prefix=(1 << 63, 7),
     priority=-1,
+    prefer_fingerprint="vllm-0.32.0/cpu/fp32/0a1b",
 )
 DECISION = Decision(
     reservation_id="req_1/answer/1",

@@ -258,6 +258,17 @@ def test_preferred_regions_come_strictly_in_order_within_the_wait_bound(
     assert [c.unit_id for c in (decision.chosen, *decision.next_best)] == expected
 
 
+def test_a_greedy_answer_goes_on_where_its_text_is_the_same_if_it_can() -> None:
+    cards = [make_card(f"u-{n}", region="ab"[n % 2], fingerprint="xy"[n // 2]) for n in range(4)]
+    view = make_view(*cards)
+    wish = make_request(prefer_regions=("b", "a"), prefer_fingerprint="y")
+    decision = choose(view, wish)
+    order = [each.unit_id for each in (decision.chosen, *decision.next_best)]
+    assert order == ["u-3", "u-2", "u-1", "u-0"]
+    assert choose(view, wish._replace(exclude_units=("u-2", "u-3"))).chosen.unit_id == "u-1"
+    assert choose(view, wish._replace(prefer_regions=(), exclude_units=("u-3",))).chosen.unit_id == "u-2"
+
+
 def test_a_preference_never_widens_residency() -> None:
     view = regional("a", "b")
     request = make_request(prefer_regions=("a",), allowed_regions=("b",))

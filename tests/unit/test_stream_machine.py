@@ -175,7 +175,7 @@ def test_an_answer_goes_on_where_its_unit_was_lost() -> None:
     give_up, settle, place = session.handle(st.LinkLost(1, UnitLost("gone")), 1.2)
     assert give_up == st.GiveUp(1)
     assert settled([settle]) == [("r/1", "failed", 2)]
-    assert place == st.Place(2, ("unit-1",), 2, 6)
+    assert place == st.Place(2, ("unit-1",), 2, 6, "f")
     assert goes_on(session, 2, 1.21) == st.SubmitTo(2, (11, 12), 2, 6, b"h")
     moved, chunk = frames(session, 1.3, Tokens(1, 2, 2, (13,), "llo"))
     assert moved == st.Moved(2)
@@ -268,7 +268,7 @@ def test_an_answer_leaves_a_unit_that_breaks_or_breaks_the_protocol(frame: WireM
     give_up, settle, place = session.handle(st.Frames(1, [frame, Tokens(1, 1, 2, (3,), "after")]), 1.2)
     assert give_up == st.GiveUp(1)
     assert settled([settle]) == [("r/1", "failed", 2)]
-    assert place == st.Place(2, ("unit-1",), 2, 6)
+    assert place == st.Place(2, ("unit-1",), 2, 6, "f")
     assert session.late_frames == 1
 
 
@@ -286,7 +286,7 @@ def test_a_continuation_with_another_prompt_is_refused() -> None:
     session.handle(st.LinkLost(1, UnitLost("gone")), 1.2)
     session.handle(st.Placed(2, "r/2", "unit-2"), 1.2)
     effects = frames(session, 1.3, accepted(2, prompt_hash=b"other"), Tokens(1, 2, 1, (2,), "b"))
-    assert effects[-1] == st.Place(3, ("unit-1", "unit-2"), 1, 7)
+    assert effects[-1] == st.Place(3, ("unit-1", "unit-2"), 1, 7, "f")
     assert session.answer.ids == [1]
 
 
@@ -309,7 +309,7 @@ def test_an_answer_without_a_unit_asks_again_for_a_while(error: GridError) -> No
         now_s = session.due_s
         (place,) = session.handle(st.Tick(), now_s)
         attempt += 1
-        assert place == st.Place(attempt, (), 1, 7), "a unit of the same name may be another by now"
+        assert place == st.Place(attempt, (), 1, 7, "f"), "a unit of the same name may be another by now"
     (fail,) = effects
     assert isinstance(fail, st.Fail)
     assert fail.error.code == "unit_lost"
@@ -323,7 +323,7 @@ def test_an_answer_without_a_unit_asks_again_for_a_while(error: GridError) -> No
 def suspected() -> Session:
     session = streaming()
     frames(session, 1.1, Tokens(1, 1, 0, (1,), "a"))
-    assert session.handle(st.Suspected(1), 1.2) == [st.Place(2, ("unit-1",), 1, 7, is_hedge=True)]
+    assert session.handle(st.Suspected(1), 1.2) == [st.Place(2, ("unit-1",), 1, 7, "f", is_hedge=True)]
     assert session.handle(st.Suspected(1), 1.2) == [], "at most two live"
     goes_on(session, 2, 1.21)
     return session
@@ -371,7 +371,7 @@ def test_a_second_attempt_that_fails_harms_nobody() -> None:
 def draining() -> Session:
     session = streaming(max_output_tokens=100)
     frames(session, 1.1, Tokens(1, 1, 0, (1,), "a"))
-    assert session.handle(st.Leaving(1), 1.2) == [st.Place(2, ("unit-1",), 1, 99)]
+    assert session.handle(st.Leaving(1), 1.2) == [st.Place(2, ("unit-1",), 1, 99, "f")]
     return session
 
 
@@ -394,7 +394,7 @@ def test_an_answer_without_another_unit_stays_and_asks_again() -> None:
     session = draining()
     assert session.handle(st.NotPlaced(2, NoEligibleUnit("none")), 1.3) == []
     assert session.due_s == 1.3 + machine.MOVE_AGAIN_S
-    assert session.handle(st.Tick(), session.due_s) == [st.Place(3, ("unit-1",), 1, 99)]
+    assert session.handle(st.Tick(), session.due_s) == [st.Place(3, ("unit-1",), 1, 99, "f")]
 
 
 def test_an_answer_that_is_nearly_done_stays_to_its_end() -> None:
