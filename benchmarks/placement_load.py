@@ -3,10 +3,12 @@
     python benchmarks/placement_load.py [--json OUT] [--seconds S] [--units N]
 
 Three processes: the placement actor as it runs in a cell; nodes of eight units each that report at 10 Hz, one
-batch a node; and this one, which asks as a gateway does and settles a second later. Open loop: decisions are
-asked for at a fixed rate whether or not earlier ones are answered, and the time of each counts from when it
-was due. Closed loop: as many askers as keep the actor busy. Baseline: a server on the same link that answers
-at once with a decision made beforehand, so that the difference is placement's own.
+batch a node, in which a request of every unit ends and another begins once a second; and this one, which
+asks as a gateway does and settles a second later. Open loop: decisions are asked for at a fixed rate whether
+or not earlier ones are answered, and the time of each counts from when it was due. Closed loop: as many
+askers as keep the actor busy. Baseline: a server on the same link, in the actor's process and beside its
+telemetry, that answers at once with a decision made beforehand: it has link, load and machine in common, and
+the difference is placement's own. `late` is how long after it was due the 99th percentile of questions left.
 """
 
 from __future__ import annotations
@@ -30,14 +32,25 @@ ROOT = Path(__file__).resolve().parent.parent
 others = (entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")
 sys.path = [str(ROOT / "tests"), *others]
 
+import numpy as np  # noqa: E402
 import uvloop  # noqa: E402
 from support.fleet import make_card, make_load, make_request  # noqa: E402
 
 from grid import heap  # noqa: E402
 from grid.config import Config  # noqa: E402
+from grid.samples import COUNTS, Ints, columns_of, packed  # noqa: E402
 from grid.wire.link import Link, LinkServer, Peer, dial  # noqa: E402
-from grid.wire.messages import Announce, Decided, Place, Report, Settle, WireMessage  # noqa: E402
-from grid.words import Candidate, Decision, PlacementRequest, Precision, UnitCard, UnitLoad  # noqa: E402
+from grid.wire.messages import (  # noqa: E402
+    Announce,
+    AnnounceNode,
+    Decided,
+    HeldReservations,
+    Place,
+    ReportUnits,
+    Settle,
+    WireMessage,
+)
+from grid.words import Candidate, Decision, NodeCard, PlacementRequest, Precision, UnitCard  # noqa: E402
 from placement.actor import PlacementActor  # noqa: E402
 
 SECRET = b"a secret of the benchmark only.."
@@ -45,6 +58,9 @@ RATE_PER_S = 1_000
 ASKERS = 32
 UNITS_A_NODE = 8
 REPORT_S = 0.1
+RUNNING = 24
+REPORTS_A_CHANGE = 10
+"""A unit's list of reservations is another once a second."""
 QUIET_S = 4.0
 """Telemetry alone is measured for so long."""
 STATS = ("decide_us_p50", "decide_us_p99", "reservations", "counts", "dropped", "cpu_s")
@@ -144,27 +160,31 @@ class Deaf:
 def report(pipe: Connection, address: tuple[str, int], units: int) -> None:
     """Report until the pipe says stop; the batches of one round are spread over its time."""
 
-    async def node(link: Link, cards: list[UnitCard], rng: random.Random, wait_s: float) -> None:
-        for each in cards:
-            link.send(Announce(0, each))
-        steps, due_s = 0, asyncio.get_running_loop().time() + wait_s
+    async def tell(link: Link, node: Node, wait_s: float) -> None:
+        due_s = asyncio.get_running_loop().time() + wait_s
         while True:
             await asyncio.sleep(max(0.0, due_s - asyncio.get_running_loop().time()))
-            steps, due_s = steps + 1, due_s + REPORT_S
-            link.send(Report(0, cards[0].node_id, tuple(sample(each, rng, steps) for each in cards)))
+            link.send(node.batch())
+            # As a node does it: what it was too late for it skips.
+            due_s = max(due_s + REPORT_S, asyncio.get_running_loop().time())
 
     async def main() -> None:
-        cards, rng = [card(number) for number in range(units)], random.Random(1)
-        nodes = [cards[first : first + UNITS_A_NODE] for first in range(0, units, UNITS_A_NODE)]
-        # One after the other: a listener has only so many strangers at its door.
-        links = [
-            await dial(*address, role="unit", peer_id=each[0].node_id, secret=SECRET, handler=Deaf())
-            for each in nodes
-        ]
-        tasks = [
-            asyncio.create_task(node(link, each, rng, REPORT_S * place / len(nodes)))
-            for place, (link, each) in enumerate(zip(links, nodes, strict=True))
-        ]
+        cards = [card(number) for number in range(units)]
+        nodes = [Node(cards[first : first + UNITS_A_NODE]) for first in range(0, units, UNITS_A_NODE)]
+        tasks, links = [], []
+        for place, node in enumerate(nodes):
+            # One after the other: a listener has only so many strangers at its door.
+            for role in ("unit", "node"):
+                name = node.node_id
+                link = await dial(*address, role=role, peer_id=name, secret=SECRET, handler=Deaf())
+                links.append(link)
+                if role == "unit":
+                    for each in node.cards:
+                        link.send(Announce(0, each))
+                else:
+                    link.send(AnnounceNode(0, NodeCard(name, "first", "575", ())))
+            wait_s = REPORT_S * (1 + place / len(nodes))
+            tasks.append(asyncio.create_task(tell(link, node, wait_s)))
         await asyncio.sleep(1.0)
         pipe.send(True)
         await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
@@ -174,17 +194,45 @@ def report(pipe: Connection, address: tuple[str, int], units: int) -> None:
     uvloop.run(main())
 
 
-def sample(each: UnitCard, rng: random.Random, steps: int) -> UnitLoad:
-    running = rng.randrange(16, 32)
-    return make_load(
-        each,
-        running=running,
-        kv_tokens_free=400_000 - 4_000 * running,
-        kv_tokens_total=400_000,
-        prefill_tokens_queued=rng.randrange(2_000),
-        steps=steps,
-        decode_ms_per_token=each.decode_ms_per_token * rng.uniform(1.2, 1.6),
-    )
+class Node:
+    """Eight busy units, whose batch costs little to make: the load has the same cores as what it measures."""
+
+    def __init__(self, cards: list[UnitCard]) -> None:
+        self.cards, self.node_id = cards, cards[0].node_id
+        self._ids = tuple(each.unit_id for each in cards)
+        self._incarnations = tuple(each.incarnation for each in cards)
+        self._rng = np.random.default_rng(len(self._ids))
+        loads = [
+            make_load(each, kv_tokens_total=400_000, decode_ms_per_token=1.4 * each.decode_ms_per_token)
+            for each in cards
+        ]
+        self._counts, self._readings = columns_of(loads)
+        self._held = [[f"req_{each.unit_id}-{place:08}/s/0" for place in range(RUNNING)] for each in cards]
+        self._rounds = 0
+
+    def batch(self) -> ReportUnits:
+        row = dict(zip(COUNTS, self._counts, strict=True))
+        row["sequence"] += 1
+        row["steps"] += 7
+        row["running"][:] = self._rng.integers(16, RUNNING + 8, len(self.cards))
+        row["prefill_tokens_queued"][:] = self._rng.integers(0, 2_000, len(self.cards))
+        row["kv_tokens_free"][:] = 400_000 - 4_000 * row["running"]
+        changes = tuple(self._change(place, row) for place in range(len(self.cards)) if self._is_due(place))
+        self._rounds += 1
+        data = packed(self._counts, self._readings)
+        return ReportUnits(0, self.node_id, self._ids, self._incarnations, *data, changes)
+
+    def _is_due(self, place: int) -> bool:
+        return self._rounds == 0 or (self._rounds + place) % REPORTS_A_CHANGE == 0
+
+    def _change(self, place: int, row: dict[str, Ints]) -> HeldReservations:
+        held, since = self._held[place], int(row["held_since"][place])
+        row["held_since"][place] = row["sequence"][place]
+        if since == 0:
+            return HeldReservations(place, tuple(held))
+        ended, begun = held.pop(0), f"req_{self._ids[place]}-{self._rounds:08}/s/1"
+        held.append(begun)
+        return HeldReservations(place, (begun,), (ended,), since)
 
 
 # --- the gateway ----------------------------------------------------------------------------
@@ -196,6 +244,8 @@ class Row(NamedTuple):
     ms_p99: float
     cpu_share: float
     """Of one core, by the server's process."""
+    late_ms_p99: float
+    """Until the load had sent what was due."""
 
 
 class Gateway:
@@ -205,12 +255,14 @@ class Gateway:
         self._numbers = 0
         self._open: deque[tuple[float, str]] = deque()
         self.waited_ms: list[float] = []
+        self.late_ms: list[float] = []
 
     async def ask(self, due_s: float) -> None:
         self._numbers += 1
         asked = request(self._numbers, self._rng)
         stream = self._link.open(1 << 16)
         stream.send(Place(stream.id, asked))
+        self.late_ms.append((time.monotonic() - due_s) * 1e3)
         [answer] = await stream.receive()
         now_s = time.monotonic()
         stream.close()
@@ -248,7 +300,7 @@ async def measure(address: tuple[str, int], loop: str, seconds: float, cpu: Call
     loops = {"open": gateway.open_loop, "closed": gateway.closed_loop}
     # Until the caches are warm.
     await gateway.closed_loop(1.0)
-    gateway.waited_ms = []
+    gateway.waited_ms, gateway.late_ms = [], []
     began_s, began_cpu_s = time.monotonic(), cpu()
     await loops[loop](seconds)
     spent_s, spent_cpu_s = time.monotonic() - began_s, cpu() - began_cpu_s
@@ -258,6 +310,7 @@ async def measure(address: tuple[str, int], loop: str, seconds: float, cpu: Call
         ms_p50=round(waited[len(waited) // 2], 2),
         ms_p99=round(waited[len(waited) * 99 // 100], 2),
         cpu_share=round(spent_cpu_s / spent_s, 2),
+        late_ms_p99=round(sorted(gateway.late_ms)[len(waited) * 99 // 100], 2),
     )
 
 
@@ -290,7 +343,7 @@ def main() -> None:
     print(
         f"{options.units} units at 10 Hz take {telemetry:.2f} of a core; the server's share is of a core, too"
     )
-    print(f"{'':<24}{'a second':>10}{'ms p50':>10}{'ms p99':>10}{'share':>10}")
+    print(f"{'':<24}{'a second':>10}{'ms p50':>10}{'ms p99':>10}{'share':>10}{'late':>10}")
     rows = {}
     for name, address in addresses.items():
         for loop in ("open", "closed"):

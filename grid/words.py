@@ -127,6 +127,11 @@ class UnitLoad(NamedTuple):
     """Looked up in the prefix cache since the unit started."""
     cached_tokens: int = 0
     """Of them, found there."""
+    sequence: int = 0
+    """How many samples the unit had sent, this one among them: they travel two ways, and an older one may
+    come later. 0 from whoever does not count."""
+    held_since: int = 0
+    """The sequence of the first of its samples that had these reservations."""
 
 
 class GpuCard(NamedTuple):

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from grid.config import Config
@@ -30,19 +30,22 @@ from grid.wire.messages import (
     Refused,
     Report,
     ReportNode,
+    ReportUnits,
     Settle,
     Watch,
     WireMessage,
 )
 from grid.words import Decision, FleetUnit, Outlook, PlacementRequest, UnitCard, UnitState
-from placement import traces
+from placement import samples, traces
 from placement.canary import Canaries
 from placement.decide import decide
 from placement.dispatch import Answer, Dispatch
 from placement.fleet import Rules, View
 from placement.freshness import TICK_S
+from placement.intake import Intake
 from placement.queue import Limits
 from placement.reports import Spent
+from placement.samples import Batch
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +99,7 @@ class PlacementActor:
         # Milliseconds of wall time: a restarted actor's versions are above all that it gave out before.
         self._view = View(Rules.of(config), clock(), first_version=time.time_ns() // 1_000_000)
         self._dispatch = Dispatch(self._view, limits_of(config), self._decide)
+        self._intake = Intake(self._take_samples, clock)
         self._gateways: dict[int, Peer] = {}
         """By link: those that have asked for a unit."""
         self._serve_timer: asyncio.TimerHandle | None = None
@@ -124,6 +128,7 @@ class PlacementActor:
             Report: Duty(units, self._report),
             AnnounceNode: Duty(nodes, self._announce_node),
             ReportNode: Duty(nodes, self._report_node),
+            ReportUnits: Duty(nodes, self._report_units),
         }
 
     # --- control plane ----------------------------------------------------------------------
@@ -154,6 +159,7 @@ class PlacementActor:
         return address
 
     async def close(self) -> None:
+        self._intake.close()
         for timer in (self._push_timer, self._serve_timer):
             if timer is not None:
                 timer.cancel()
@@ -337,7 +343,23 @@ class PlacementActor:
         log.info("unit %s joined (%s, %s)", message.card.unit_id, message.card.model, message.card.region)
 
     def _report(self, peer: Peer, message: Report, now_s: float) -> None:
-        self._view.report(message.loads, peer.link_id, now_s)
+        self._counts["reports_of_units"] += 1
+        # Until its first sample a unit gets no work: that one does not wait for others.
+        is_first = any(self._view.is_silent(load.unit_id) for load in message.loads)
+        self._intake.add(samples.own(message.loads, peer.link_id), at_once=is_first)
+
+    def _report_units(self, peer: Peer, message: ReportUnits, now_s: float) -> None:
+        self._counts["batches_of_nodes"] += 1
+        self._intake.add(samples.of_node(message, peer.link_id))
+
+    def _take_samples(self, batches: Sequence[Batch]) -> None:
+        try:
+            self._view.take(batches, self._clock())
+        except Exception:
+            self._counts["bugs"] += 1
+            log.exception("samples of %d batches were not taken", len(batches))
+        self._serve_soon()
+        self._push_if_changed()
 
     def _announce_node(self, peer: Peer, message: AnnounceNode, now_s: float) -> None:
         card = message.card

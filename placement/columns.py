@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from grid.samples import COUNTS, READINGS, Floats, Ints
+
+__all__ = ["FIRST_CAPACITY", "PRICED", "Columns", "Floats", "Ints", "Mask", "Names"]
+
 Mask = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 FIRST_CAPACITY = 16
 
@@ -27,13 +29,17 @@ _DTYPES: dict[str, Any] = {
     "context_tokens": np.int64,
     "max_running": np.int64,
     "slots": np.int64,
-    "state": np.int64,
     "drained": np.bool_,
     "isolated": np.bool_,
     "sampled_s": np.float64,
+    "studied_s": np.float64,
+    "listed_since": np.int64,
+    "listed": np.int64,
+    "relisted": np.bool_,
+    "place": np.int64,
+    "step_ms": np.float64,
+    "step_ms_per_request": np.float64,
     "reported": np.int64,
-    "kv_tokens_free": np.int64,
-    "kv_tokens_total": np.int64,
     "released": np.int64,
     "unseen": np.int64,
     "unseen_prompt_tokens": np.int64,
@@ -45,7 +51,14 @@ _DTYPES: dict[str, Any] = {
 }
 
 PRICED = ("next_step_ms", "step_ms_per_kv_token", "first_steps", "prefill_ms_per_token", "wait_ms", "crowd")
-"""What every price is made of: rows of one block, so that a part of the fleet is copied at once."""
+"""What every price is made of."""
+
+_BLOCKS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "priced": (PRICED, np.float64),
+    "counts": (COUNTS, np.int64),
+    "readings": (READINGS, np.float64),
+}
+"""Columns that are rows of one array, so that a part of the fleet is copied at once."""
 
 
 class Columns:
@@ -63,19 +76,39 @@ class Columns:
     max_running: Ints
     slots: Ints
     """How many requests it is given at once: `loads.slots`."""
-    # What may change.
+    # The newest sample: `UnitLoad` says what they are.
     state: Ints
+    running: Ints
+    waiting: Ints
+    kv_tokens_free: Ints
+    kv_tokens_total: Ints
+    """0 where the engine keeps no KV cache or doesn't say."""
+    prefill_tokens_queued: Ints
+    steps: Ints
+    sequence: Ints
+    held_since: Ints
+    decode_ms_per_token: Floats
+    # What may change.
     drained: Mask
     """By an operator; the unit's own draining is a state."""
     isolated: Mask
     """Left alone because it failed too often."""
     sampled_s: Floats
     """Observed time of the newest sample; -inf before the first."""
+    studied_s: Floats
+    """When a sample was last learned from."""
+    listed_since: Ints
+    """The newest list of reservations, as `UnitLoad.held_since` names it."""
+    listed: Ints
+    """How many are on it."""
+    relisted: Mask
+    """It came with a sample that is not counted yet."""
+    place: Ints
+    """Of no meaning between two uses: finds units that are twice in one batch."""
+    step_ms: Floats
+    step_ms_per_request: Floats
     reported: Ints
     """Requests that the newest sample holds."""
-    kv_tokens_free: Ints
-    kv_tokens_total: Ints
-    """0 where the engine keeps no KV cache or doesn't say."""
     released: Ints
     """Reservations in the newest sample that were settled since."""
     unseen: Ints
@@ -102,13 +135,19 @@ class Columns:
     """How many must end before the next request gets a slot, in shares of all slots."""
     priced: Floats
     """The columns of PRICED, shape (6, units)."""
+    counts: Ints
+    """Those of COUNTS."""
+    readings: Floats
+    """Those of READINGS."""
 
     def __init__(self) -> None:
         self.size = 0
         self._full: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(FIRST_CAPACITY, dtype) for name, dtype in _DTYPES.items()
         }
-        self._block = np.zeros((len(PRICED), FIRST_CAPACITY), np.float64)
+        self._blocks: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros((len(rows), FIRST_CAPACITY), dtype) for name, (rows, dtype) in _BLOCKS.items()
+        }
         self._show()
 
     def append(self) -> int:
@@ -116,11 +155,13 @@ class Columns:
         if self.size == len(self._full["task"]):
             for name, column in self._full.items():
                 self._full[name] = np.concatenate([column, np.zeros_like(column)])
-            self._block = np.concatenate([self._block, np.zeros_like(self._block)], axis=1)
+            for name, block in self._blocks.items():
+                self._blocks[name] = np.concatenate([block, np.zeros_like(block)], axis=1)
         row = self.size
         for column in self._full.values():
             column[row] = 0
-        self._block[:, row] = 0.0
+        for block in self._blocks.values():
+            block[:, row] = 0
         self.size += 1
         self._show()
         return row
@@ -130,16 +171,19 @@ class Columns:
         last = self.size - 1
         for column in self._full.values():
             column[row] = column[last]
-        self._block[:, row] = self._block[:, last]
+        for block in self._blocks.values():
+            block[:, row] = block[:, last]
         self.size = last
         self._show()
 
     def _show(self) -> None:
         for name, column in self._full.items():
             setattr(self, name, column[: self.size])
-        self.priced = self._block[:, : self.size]
-        for name, priced in zip(PRICED, self.priced, strict=True):
-            setattr(self, name, priced)
+        for block_name, (names, _) in _BLOCKS.items():
+            block = self._blocks[block_name][:, : self.size]
+            setattr(self, block_name, block)
+            for name, column in zip(names, block, strict=True):
+                setattr(self, name, column)
 
 
 class Names:

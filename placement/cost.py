@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from grid.words import PlacementRequest, UnitLoad
+from grid.words import PlacementRequest
 from placement.columns import Columns, Floats, Ints
 from placement.lengths import Forecast
 from placement.reports import MAX_COUNT
@@ -45,9 +45,12 @@ def kv_tokens(request: PlacementRequest, forecast: Forecast) -> int:
     return prompt_tokens(request, forecast) + output_tokens(request, forecast)
 
 
-def kv_tokens_kept(load: UnitLoad) -> int:
-    """Return how much KV memory a unit should keep free; an engine that has none is never short of it."""
-    return int(load.kv_tokens_total * PRESSURE_FROM_FREE_SHARE) if load.kv_tokens_total else -MAX_COUNT
+def kv_tokens_kept(kv_tokens_total: Ints) -> Ints:
+    """Return how much KV memory units should keep free; an engine that has none is never short of it."""
+    kept: Ints = np.where(
+        kv_tokens_total > 0, (kv_tokens_total * PRESSURE_FROM_FREE_SHARE).astype(np.int64), -MAX_COUNT
+    )
+    return kept
 
 
 class Weight(NamedTuple):
@@ -61,8 +64,17 @@ class Weight(NamedTuple):
     """How many must end before it gets a slot, in shares of all slots."""
 
 
+class SpeedsOf(NamedTuple):
+    """The `Speeds` of several units that a step of them is made of."""
+
+    step_ms: Floats
+    step_ms_per_request: Floats
+    step_ms_per_kv_token: Floats
+    prefill_ms_per_token: Floats
+
+
 def weigh(
-    speeds: Speeds,
+    speeds: Speeds | SpeedsOf,
     max_running: int | Ints,
     load: int | Ints,
     tokens_ahead: int | Ints,

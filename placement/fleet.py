@@ -17,14 +17,16 @@ ended comes back. Bounded by MAX_UNITS and their slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from grid.config import Config
 from grid.errors import InvalidRequest, Saturated
+from grid.samples import Floats, Ints, load_of
+from grid.wire.messages import HeldReservations
 from grid.words import (
     UNKNOWN,
     Condemned,
@@ -37,7 +39,7 @@ from grid.words import (
     UnitLoad,
     UnitState,
 )
-from placement import cost, freshness
+from placement import cost, freshness, samples
 from placement.columns import Columns, Mask, Names
 from placement.gpus import Gpus
 from placement.isolation import Isolation, Serving
@@ -45,8 +47,9 @@ from placement.learning import LESSON_GAP_S, PUBLISH_S, STUDY_S, Learning
 from placement.lengths import Forecast
 from placement.loads import Loads, slots
 from placement.prefixes import Prefixes, UnitPrefixes
-from placement.reports import NOTHING_SPENT, Spent, card_flaw, load_flaw, spent_flaw
+from placement.reports import NOTHING_SPENT, Spent, card_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
+from placement.samples import Batch
 from placement.speeds import Speeds, UnitSpeed
 
 MAX_UNITS = 100_000
@@ -90,17 +93,24 @@ class Unit:
     """What the columns don't hold of one unit."""
 
     card: UnitCard
-    load: UnitLoad
     link: int
-    """The connection it announced itself on; only there may it report."""
+    """The connection it announced itself on; only there, or by its node, may it report."""
     speed: UnitSpeed
     speeds: Speeds
     """As last published."""
     prefixes: UnitPrefixes
-    studied_s: float = -np.inf
-    """When a sample was last learned from."""
+    held: set[str] = field(default_factory=set)
+    """The reservations of its newest sample."""
     taught_s: float = -np.inf
     """When a request last taught its speed."""
+
+
+class _NodesRows(NamedTuple):
+    """Where the units of a node's last batch were found."""
+
+    units: Sequence[str]
+    incarnations: Sequence[str]
+    rows: Ints
 
 
 class View:
@@ -122,6 +132,8 @@ class View:
         self.last_flaw = ""
         self._rows: dict[str, int] = {}
         self._links: dict[int, set[str]] = {}
+        self._nodes_rows: dict[int, _NodesRows] = {}
+        """By link; asked anew when a unit has come, gone or moved."""
         self._ledger = Ledger()
         self._drained: set[str] = set()
         self._clock = freshness.ObservedClock(now_s)
@@ -163,6 +175,7 @@ class View:
         Their reservations stay until settled or expired, because the unit may only have lost its link.
         """
         self.gpus.leave(link)
+        self._nodes_rows.pop(link, None)
         gone = tuple(sorted(self._links.get(link, ())))
         for unit_id in gone:
             self._remove(unit_id)
@@ -239,17 +252,21 @@ class View:
         columns.slots[row] = slots(card)
         columns.state[row] = UnitState.STARTING
         columns.drained[row] = card.unit_id in self._drained
-        columns.sampled_s[row] = self._sampled_since_s = -np.inf
-        no_sample = UnitLoad(card.unit_id, card.incarnation, UnitState.STARTING, 0, 0, 0, 0, 0, 0)
+        columns.sampled_s[row] = self._sampled_since_s = columns.studied_s[row] = -np.inf
         speed = self._learning.join(card)
-        self.units.append(Unit(card, no_sample, link, speed, speed.speeds, self.prefixes.join()))
+        self.units.append(Unit(card, link, speed, speed.speeds, self.prefixes.join()))
         self._rows[card.unit_id] = row
-        self._set_speeds([speed])
+        self._nodes_rows.clear()
         self._links.setdefault(link, set()).add(card.unit_id)
-        self._count(row)
+        self._set_speeds([speed])
+        self._loads.miss(row, self._ledger.of_unit(card.unit_id))
+        self._loads.count(np.array([row]))
 
     def _remove(self, unit_id: str) -> None:
+        for reservation in self._ledger.of_unit(unit_id):
+            reservation.expires_s = self._renewed_until_s(reservation)
         row = self._rows.pop(unit_id)
+        self._nodes_rows.clear()
         link = self.units[row].link
         self._links[link].remove(unit_id)
         if not self._links[link]:
@@ -267,43 +284,142 @@ class View:
     # --- samples ----------------------------------------------------------------------------
 
     def report(self, loads: Iterable[UnitLoad], link: int, now_s: float) -> None:
-        """Take a batch of samples. One that can't be believed is counted and dropped: its unit goes stale."""
-        observed_s = self._clock.read(now_s)
-        for load in loads:
-            row = self._rows.get(load.unit_id)
-            if row is None:
-                self.dropped["unknown_unit"] += 1
-            elif self.units[row].link != link:
-                self.dropped["foreign_unit"] += 1
-            elif self.units[row].card.incarnation != load.incarnation:
-                self.dropped["wrong_incarnation"] += 1
-            elif flaw := load_flaw(load):
-                self.dropped["bad_sample"] += 1
-                self.last_flaw = f"{load.unit_id}: {flaw}"
-            else:
-                self._take(row, load, observed_s)
+        """Take a unit's own report."""
+        self.take([samples.own(tuple(loads), link)], now_s)
 
-    def _take(self, row: int, load: UnitLoad, observed_s: float) -> None:
+    def take(self, batches: Sequence[Batch], now_s: float) -> None:
+        """Take samples at once. One that can't be believed is counted and dropped: its unit goes stale."""
+        found = [self._rows_of(batch) for batch in batches]
+        rows = np.concatenate(found)
+        if len(batches) > 1 and self._meets_twice(rows[rows >= 0]):
+            # Which of a unit's samples is the newer, each after the other tells.
+            for batch in batches:
+                self.take([batch], now_s)
+        elif rows.max(initial=-1) >= 0:
+            counts = np.concatenate([batch.counts for batch in batches], axis=1)
+            readings = np.concatenate([batch.readings for batch in batches], axis=1)
+            newest = self._newest(rows, counts, readings)
+            first = 0
+            for batch in batches:
+                for change in batch.held:
+                    place = first + change.place
+                    if newest[place]:
+                        self._list(rows.item(place), change, counts.item(samples.HELD_SINCE, place))
+                first += len(batch.units)
+            self._take(*self._listed(rows, counts, readings, newest), self._clock.read(now_s))
+
+    def _rows_of(self, batch: Batch) -> Ints:
+        """Return the rows of a batch's units, -1 for those that its sender may not speak for."""
+        known = self._nodes_rows.get(batch.link)
+        if known and known.units == batch.units and known.incarnations == batch.incarnations:
+            return known.rows
+        is_node = bool(batch.node_id) and self.gpus.speaks_for(batch.node_id, batch.link)
+        found = []
+        for unit_id, incarnation in zip(batch.units, batch.incarnations, strict=True):
+            row, reason = self._rows.get(unit_id, -1), ""
+            if row < 0:
+                reason = "unknown_unit"
+            elif self.units[row].link != batch.link and not (
+                is_node and self.units[row].card.node_id == batch.node_id
+            ):
+                reason = "foreign_unit"
+            elif self.units[row].card.incarnation != incarnation:
+                reason = "wrong_incarnation"
+            if reason:
+                self.dropped[reason] += 1
+            found.append(-1 if reason else row)
+        rows = np.array(found, np.int64)
+        if batch.node_id and -1 not in found:
+            self._nodes_rows[batch.link] = _NodesRows(batch.units, batch.incarnations, rows)
+        return rows
+
+    def _meets_twice(self, rows: Ints) -> bool:
+        places = np.arange(len(rows))
+        self.columns.place[rows] = places
+        return bool(np.count_nonzero(self.columns.place[rows] != places))
+
+    def _newest(self, rows: Ints, counts: Ints, readings: Floats) -> Mask:
+        """Return which samples can be believed and are newer than what is known."""
+        is_ours, sequence = rows >= 0, counts[samples.SEQUENCE]
+        sound = samples.sound(counts, readings)
+        newer = (sequence > self.columns.sequence[rows]) | (sequence == 0)
+        newest: Mask = is_ours & sound & newer
+        if np.count_nonzero(newest) < len(rows):
+            for place in np.flatnonzero(is_ours & ~sound).tolist():
+                unit_id = self.units[rows.item(place)].card.unit_id
+                self.dropped["bad_sample"] += 1
+                self.last_flaw = f"{unit_id}: {samples.flaw(unit_id, counts[:, place], readings[:, place])}"
+            self._drop("late_sample", is_ours & sound & ~newer)
+        return newest
+
+    def _listed(self, rows: Ints, counts: Ints, readings: Floats, newest: Mask) -> tuple[Ints, Ints, Floats]:
+        """Return, of the newest samples, those whose list of reservations is known."""
+        known = counts[samples.HELD_SINCE] == self.columns.listed_since[rows]
+        taken = newest & known
+        if np.count_nonzero(taken) == len(rows):
+            return rows, counts, readings
+        self._drop("unknown_list", newest & ~known)
+        return rows[taken], counts[:, taken], readings[:, taken]
+
+    def _drop(self, reason: str, which: Mask) -> None:
+        if count := int(np.count_nonzero(which)):
+            self.dropped[reason] += count
+
+    def _list(self, row: int, change: HeldReservations, since: int) -> None:
+        """Bring a unit's list of reservations up to its newest sample, where that can be done."""
         columns, unit = self.columns, self.units[row]
-        if load.state != columns.state[row]:
-            columns.state[row] = load.state
+        if change.since == 0:
+            unit.held = set(change.begun)
+            columns.relisted[row] = True
+        elif change.since == columns.listed_since[row]:
+            unit.held.difference_update(change.ended)
+            unit.held.update(change.begun)
+            for reservation_id in change.ended:
+                reservation = self._ledger.get(reservation_id)
+                if reservation is not None and reservation.seen and reservation.unit_id == unit.card.unit_id:
+                    self._ledger.pop(reservation_id)
+        else:
+            return
+        columns.listed_since[row], columns.listed[row] = since, len(unit.held)
+
+    def _take(self, rows: Ints, counts: Ints, readings: Floats, observed_s: float) -> None:
+        """Each of these is its unit's newest sample from here on."""
+        if not len(rows):
+            return
+        columns = self.columns
+        if np.count_nonzero(counts[samples.STATE] != columns.state[rows]):
             self._changed()
-        if columns.sampled_s[row] == -np.inf:
+        if np.count_nonzero(columns.sampled_s[rows] == -np.inf):
             # Until its first sample a unit is silent, whatever its state; gateways see no difference.
             self._remembered.clear()
-        if load.steps != unit.load.steps and observed_s >= unit.studied_s + STUDY_S:
-            unit.studied_s = observed_s
-            self._learning.reported(unit.speed, load)
-        unit.load = load
-        columns.sampled_s[row] = observed_s
-        held = frozenset(load.reservations)
-        for reservation in self._ledger.of_unit(load.unit_id):
-            if reservation.reservation_id in held:
+        worked = counts[samples.STEPS] != columns.steps[rows]
+        columns.counts[:, rows], columns.readings[:, rows] = counts, readings
+        columns.sampled_s[rows] = observed_s
+        self._study(rows[worked & (columns.studied_s[rows] <= observed_s - STUDY_S)], observed_s)
+        for row in rows[columns.relisted[rows] | (columns.unseen[rows] > 0)].tolist():
+            self._see(row)
+        self._loads.count(rows)
+
+    def _study(self, rows: Ints, observed_s: float) -> None:
+        columns = self.columns
+        columns.studied_s[rows] = observed_s
+        for row in rows.tolist():
+            held = max(columns.kv_tokens_total.item(row) - columns.kv_tokens_free.item(row), 0)
+            step_ms = columns.decode_ms_per_token.item(row)
+            self._learning.reported(self.units[row].speed, columns.running.item(row), held, step_ms)
+
+    def _see(self, row: int) -> None:
+        """Tell which reservations the newest sample holds, which it holds no more, and which not yet."""
+        unit, unseen = self.units[row], []
+        self.columns.relisted[row] = False
+        for reservation in self._ledger.of_unit(unit.card.unit_id):
+            if reservation.reservation_id in unit.held:
                 reservation.seen = True
-                self._ledger.renew(reservation, observed_s + self.rules.lease_s)
             elif reservation.seen:
                 self._ledger.pop(reservation.reservation_id)
-        self._count(row)
+            else:
+                unseen.append(reservation)
+        self._loads.miss(row, unseen)
 
     def _set_speeds(self, changed: Iterable[UnitSpeed]) -> None:
         # By identity: units without a factor of their own share their kind's object.
@@ -314,11 +430,6 @@ class View:
             alike.setdefault(id(speeds), []).append(row)
         for rows in alike.values():
             self._loads.set_speeds(np.array(rows), self.units[rows[0]].speeds)
-
-    def _count(self, row: int) -> None:
-        unit = self.units[row]
-        unseen = [r for r in self._ledger.of_unit(unit.card.unit_id) if not self._in_sample(row, r)]
-        self._loads.count(row, unit.speeds, unit.load, unseen)
 
     # --- reservations -----------------------------------------------------------------------
 
@@ -425,8 +536,7 @@ class View:
             self._published_s = observed_s
             self._set_speeds(self._learning.publish())
         expired = 0
-        for reservation in self._ledger.expired(observed_s):
-            self._ledger.pop(reservation.reservation_id)
+        for reservation in self._ledger.expired(observed_s, self._renewed_until_s):
             row = self._row_of(reservation)
             # What the newest sample holds stays in its count: only a sample can tell that it ended.
             if row is not None and not self._in_sample(row, reservation):
@@ -456,6 +566,13 @@ class View:
     def _charge(self, row: int, reservation: Reservation, sign: int) -> None:
         self._loads.charge(row, self.units[row].speeds, reservation, sign)
 
+    def _renewed_until_s(self, reservation: Reservation) -> float:
+        """The newest sample that holds a reservation renews its lease."""
+        row = self._row_of(reservation)
+        if row is None or not self._in_sample(row, reservation):
+            return reservation.expires_s
+        return self.columns.sampled_s.item(row) + self.rules.lease_s
+
     def _row_of(self, reservation: Reservation) -> int | None:
         row = self._rows.get(reservation.unit_id)
         if row is not None and self.units[row].card.incarnation != reservation.incarnation:
@@ -484,6 +601,11 @@ class View:
         """Return the unit on which the reservation is held; None too where that process is gone."""
         reservation = self._ledger.get(reservation_id)
         return None if reservation is None else self._row_of(reservation)
+
+    def is_silent(self, unit_id: str) -> bool:
+        """Return whether a unit has joined and no sample of it came yet."""
+        row = self._rows.get(unit_id)
+        return row is not None and bool(self.columns.sampled_s[row] == -np.inf)
 
     def remembered(self, key: Hashable, work_out: Callable[[], T]) -> T:
         """Return what `work_out` answers, asked anew only when a card, a state, a drain or a fault changed.
@@ -537,11 +659,13 @@ class View:
         """Return the view as gateways are pushed it: an operator's drain and a GPU's fault show as the unit's
         state."""
         rows = []
-        for row, unit in enumerate(self.units):
-            load = unit.load._replace(reservations=())
+        columns = self.columns
+        samples_of = zip(columns.counts.T.tolist(), columns.readings.T.tolist(), strict=True)
+        for row, (unit, sample) in enumerate(zip(self.units, samples_of, strict=True)):
+            load = load_of(unit.card.unit_id, unit.card.incarnation, *sample)
             if self.gpus.fault(unit.card):
                 load = load._replace(state=int(UnitState.FAILED))
-            elif self.columns.drained[row] and load.state == UnitState.READY:
+            elif columns.drained[row] and load.state == UnitState.READY:
                 load = load._replace(state=int(UnitState.DRAINING))
             age_s = self.sample_age_s(row, now_s)
             age_ms = 1e3 * age_s if age_s < np.inf else UNKNOWN

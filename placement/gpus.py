@@ -133,6 +133,11 @@ class Gpus:
 
     # --- reading ----------------------------------------------------------------------------
 
+    def speaks_for(self, node_id: str, link: int) -> bool:
+        """Return whether the node announced itself on `link`."""
+        node = self._nodes.get(node_id)
+        return node is not None and node.link == link
+
     def has_faults(self) -> bool:
         return any(node.faults for node in self._nodes.values())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from grid.words import PlacementRequest, UnitCard, UnitLoad
+from grid.words import PlacementRequest, UnitCard
 from placement.lengths import NO_PROMPT, Forecast, OutputLengths, Prompt
 from placement.reports import Spent
 from placement.speeds import LearnedSpeeds, Ran, UnitSpeed
@@ -98,11 +98,12 @@ class Learning:
         if unit is not None and left is not None:
             unit.ran(_ran(lesson, spent, left))
 
-    def reported(self, unit: UnitSpeed, load: UnitLoad) -> None:
+    def reported(
+        self, unit: UnitSpeed, running: int, kv_tokens_held: int, decode_ms_per_token: float
+    ) -> None:
         """Learn from what a unit that works measured of its steps."""
-        if load.decode_ms_per_token > 0 and load.running:
-            held = max(load.kv_tokens_total - load.kv_tokens_free, 0)
-            unit.stepped(load.running, held, load.decode_ms_per_token)
+        if decode_ms_per_token > 0 and running:
+            unit.stepped(running, kv_tokens_held, decode_ms_per_token)
 
 
 def _ran(lesson: Lesson, spent: Spent, left: Here) -> Ran:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grid.words import Task, UnitCard, UnitLoad
+import numpy as np
+
+from grid.words import Task, UnitCard
 from placement import cost
 from placement.columns import Columns, Ints
 from placement.learning import Here
@@ -46,6 +48,8 @@ class Loads:
     def set_speeds(self, rows: Ints, speeds: Speeds) -> None:
         """Give the units at `rows` these speeds."""
         columns = self._columns
+        columns.step_ms[rows] = speeds.step_ms
+        columns.step_ms_per_request[rows] = speeds.step_ms_per_request
         columns.step_ms_per_kv_token[rows] = speeds.step_ms_per_kv_token
         columns.first_steps[rows] = speeds.first_steps
         columns.prefill_ms_per_token[rows] = speeds.prefill_ms_per_token
@@ -58,27 +62,36 @@ class Loads:
         )
         columns.next_step_ms[rows], columns.wait_ms[rows], columns.crowd[rows] = weight
 
-    def count(self, row: int, speeds: Speeds, load: UnitLoad, unseen: Sequence[Reservation]) -> None:
-        """Take a new sample, or the absence of one; `unseen` are the reservations that it does not hold."""
-        columns = self._columns
-        prompt_tokens = kv_tokens = 0
+    def miss(self, row: int, unseen: Sequence[Reservation]) -> None:
+        """Set which reservations the newest sample does not hold; `count` follows."""
+        columns, prompt_tokens, kv_tokens = self._columns, 0, 0
         for reservation in unseen:
             prompt_tokens += reservation.prompt_tokens
             kv_tokens += reservation.kv_tokens
+        columns.unseen[row], columns.unseen_prompt_tokens[row] = len(unseen), prompt_tokens
+        columns.unseen_kv_tokens[row] = kv_tokens
+
+    def count(self, rows: Ints) -> None:
+        """Add up what the newest samples of these units hold and miss."""
+        columns = self._columns
         # A unit still preparing a prompt holds its reservation before its engine counts the request.
-        reported = max(load.running + load.waiting, len(load.reservations))
-        columns.kv_tokens_free[row], columns.kv_tokens_total[row] = load.kv_tokens_free, load.kv_tokens_total
-        columns.reported[row], columns.released[row], columns.unseen[row] = reported, 0, len(unseen)
-        columns.unseen_prompt_tokens[row], columns.unseen_kv_tokens[row] = prompt_tokens, kv_tokens
-        columns.kv_tokens_spare[row] = load.kv_tokens_free - cost.kv_tokens_kept(load) - kv_tokens
-        carries = (
-            reported + len(unseen),
-            load.prefill_tokens_queued + prompt_tokens,
-            max(load.kv_tokens_total - load.kv_tokens_free, 0) + kv_tokens,
+        reported = np.maximum(columns.running[rows] + columns.waiting[rows], columns.listed[rows])
+        free, total = columns.kv_tokens_free[rows], columns.kv_tokens_total[rows]
+        unseen_kv_tokens = columns.unseen_kv_tokens[rows]
+        columns.reported[rows], columns.released[rows] = reported, 0
+        columns.kv_tokens_spare[rows] = free - cost.kv_tokens_kept(total) - unseen_kv_tokens
+        load = columns.load[rows] = reported + columns.unseen[rows]
+        ahead = columns.prefill_tokens_queued[rows] + columns.unseen_prompt_tokens[rows]
+        columns.tokens_ahead[rows] = ahead
+        held = columns.kv_tokens_held[rows] = np.maximum(total - free, 0) + unseen_kv_tokens
+        speeds = cost.SpeedsOf(
+            columns.step_ms[rows],
+            columns.step_ms_per_request[rows],
+            columns.step_ms_per_kv_token[rows],
+            columns.prefill_ms_per_token[rows],
         )
-        columns.load[row], columns.tokens_ahead[row], columns.kv_tokens_held[row] = carries
-        weight = cost.weigh(speeds, columns.max_running.item(row), *carries)
-        columns.next_step_ms[row], columns.wait_ms[row], columns.crowd[row] = weight
+        weight = cost.weigh(speeds, columns.max_running[rows], load, ahead, held)
+        columns.next_step_ms[rows], columns.wait_ms[rows], columns.crowd[rows] = weight
 
     def charge(self, row: int, speeds: Speeds, reservation: Reservation, sign: int) -> None:
         """Add (+1) or take off (-1) a reservation that the newest sample does not hold."""

@@ -1,14 +1,14 @@
 """Who holds a place on which unit, until when. The ledger only; what a reservation weighs is `fleet.py`'s.
 
-Leases all have the same length, so the order of renewal is the order of expiry, and looking for expired
-ones costs nothing while there are none. Bounded from outside: a unit takes no reservation beyond its
-slots, and what a departed unit leaves behind expires.
+Whether a lease was renewed is asked when it is over, because what renews it comes ten times a second. Bounded
+from outside: a unit takes no reservation beyond its slots, and what a departed unit leaves behind expires.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,12 @@ class Reservation:
 
 class Ledger:
     def __init__(self) -> None:
-        self._by_id: OrderedDict[str, Reservation] = OrderedDict()
+        self._by_id: dict[str, Reservation] = {}
         self._by_unit: dict[str, dict[str, Reservation]] = {}
         self._by_holder: dict[int, dict[str, Reservation]] = {}
+        self._numbers = itertools.count()
+        self._leases: list[tuple[float, int, Reservation]] = []
+        """A heap. Reservations that end earlier stay on it for the rest of their lease."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -53,6 +56,10 @@ class Ledger:
         self._by_id[key] = reservation
         self._by_unit.setdefault(reservation.unit_id, {})[key] = reservation
         self._by_holder.setdefault(reservation.holder, {})[key] = reservation
+        self._lease(reservation)
+
+    def _lease(self, reservation: Reservation) -> None:
+        heapq.heappush(self._leases, (reservation.expires_s, next(self._numbers), reservation))
 
     def get(self, reservation_id: str) -> Reservation | None:
         return self._by_id.get(reservation_id)
@@ -64,17 +71,18 @@ class Ledger:
             _forget(self._by_holder, reservation.holder, reservation_id)
         return reservation
 
-    def renew(self, reservation: Reservation, expires_s: float) -> None:
-        reservation.expires_s = expires_s
-        self._by_id.move_to_end(reservation.reservation_id)
-
-    def expired(self, now_s: float) -> Iterator[Reservation]:
-        """Yield those whose lease is over. Each must be popped before the next is asked for."""
-        while self._by_id:
-            first = next(iter(self._by_id.values()))
-            if first.expires_s > now_s:
-                return
-            yield first
+    def expired(self, now_s: float, renewed_until_s: Callable[[Reservation], float]) -> Iterator[Reservation]:
+        """Take out and yield those whose lease is over, also as `renewed_until_s` tells of each."""
+        while self._leases and self._leases[0][0] <= now_s:
+            reservation = heapq.heappop(self._leases)[2]
+            if self._by_id.get(reservation.reservation_id) is not reservation:
+                continue
+            reservation.expires_s = max(reservation.expires_s, renewed_until_s(reservation))
+            if reservation.expires_s > now_s:
+                self._lease(reservation)
+            else:
+                self.pop(reservation.reservation_id)
+                yield reservation
 
     def of_unit(self, unit_id: str) -> list[Reservation]:
         return list(self._by_unit.get(unit_id, {}).values())

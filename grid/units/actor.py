@@ -23,10 +23,11 @@ from grid.hardware import catalogue
 from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.units import events as ev
 from grid.units import machine
+from grid.units.gathering import Numbering
 from grid.units.planner import RESTART_REASON
 from grid.units.server import UnitServer
 from grid.units.unit import Unit
-from grid.wire.link import Link, Peer, Reconnecting, Resolve
+from grid.wire.link import Beats, Link, Peer, Reconnecting, Resolve
 from grid.wire.messages import Announce, DrainUnit, Report, WireMessage
 from grid.words import Message, Sampling, Task, UnitCard, UnitLoad, new_id
 
@@ -34,6 +35,10 @@ log = logging.getLogger(__name__)
 
 REPORT_PERIOD_S = 0.1
 CHECK_PERIOD_S = 1.0
+
+NODE_BEATS = Beats(busy_s=0.1, idle_s=0.1, silent=3, lost_s=0.3)
+"""Of the link to the node's probe: one that is frozen is found out before samples through it are stale, and
+that it was merely slow costs nothing, since then each unit tells placement by itself."""
 
 CANARY_LIMIT_S = 120.0
 """A first token includes warm-up and kernel compilation; far above what any of them took."""
@@ -66,7 +71,8 @@ class Site:
 
 
 class UnitActor:
-    """One unit of `model`. `resolve_placement` finds the placement actor; `end_process` takes a status."""
+    """One unit of `model`. `resolve_placement` finds the placement actor, `resolve_node` the node's probe,
+    which tells placement of the node's units; `end_process` takes a status."""
 
     def __init__(
         self,
@@ -78,12 +84,14 @@ class UnitActor:
         resolve_placement: Resolve,
         end_process: Callable[[int], None],
         engine: Engine | EmbeddingEngine | None = None,
+        resolve_node: Resolve | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._unit_id = unit_id
         self._site = site
         self._resolve_placement = resolve_placement
+        self._resolve_node = resolve_node
         self._end_process = end_process
         self._engine = engine or build_engine(
             model, config.cell.state_dir / "models", gpu=catalogue.find(site.gpu or CPU_CORES)
@@ -91,6 +99,8 @@ class UnitActor:
         self._server: UnitServer | None = None
         self._tracer: ExportingTracer | None = None
         self._placement: Reconnecting | None = None
+        self._node: Reconnecting | None = None
+        self._numbering = Numbering()
         self._loops: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._reason = ""
@@ -117,6 +127,11 @@ class UnitActor:
             on_connected=self._announce,
         )
         await self._placement.start()
+        if self._resolve_node is not None:
+            self._node = Reconnecting(
+                self._resolve_node, role="unit", peer_id=self._unit_id, secret=secret, beats=NODE_BEATS
+            )
+            await self._node.start()
         self._loops = [asyncio.create_task(self._report_loop()), asyncio.create_task(self._check_loop())]
         return unit.card
 
@@ -155,8 +170,8 @@ class UnitActor:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
         self._loops = []
-        if self._placement is not None:
-            await self._placement.close()
+        for link in filter(None, (self._node, self._placement)):
+            await link.close()
         if self._server is not None:
             await self._server.close()
         await self._engine.close()
@@ -200,12 +215,21 @@ class UnitActor:
         link.send(self._report_message())
 
     def _report(self) -> None:
+        """Tell placement at once."""
         link = self._placement.link if self._placement is not None else None
         if link is not None:
             link.send(self._report_message())
 
+    def _report_in_turn(self) -> None:
+        """Leave it to the node, which tells of all its units together; tell placement if the node is away."""
+        link = self._node.link if self._node is not None else None
+        if link is None:
+            self._report()
+        elif not link.is_paused:
+            link.send(self._report_message())
+
     def _report_message(self) -> Report:
-        return Report(0, self._site.node_id, (self._sample(),))
+        return Report(0, self._site.node_id, (self._numbering.next(self._sample()),))
 
     def _sample(self) -> UnitLoad:
         load = self._ready.load()
@@ -219,7 +243,7 @@ class UnitActor:
             now_s = time.monotonic()
             due_s = max(due_s + REPORT_PERIOD_S, now_s)
             await asyncio.sleep(due_s - now_s)
-            self._report()
+            self._report_in_turn()
             if self._restarting and self._ready.unit.is_idle:
                 self._reason = RESTART_REASON
                 self._ended.set()

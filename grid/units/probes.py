@@ -22,12 +22,11 @@ from grid.units import machine
 from grid.units.gpu_room import Gpu
 from grid.units.node import NodeProbe
 from grid.units.nodes import Node
-from grid.units.ray_unit import NAMESPACE, resolve_placement
+from grid.units.ray_unit import NAMESPACE, PROBE_PREFIX, resolve_placement
 from grid.words import GpuSample, NodeCard
 
 log = logging.getLogger(__name__)
 
-PROBE_PREFIX = "probe-"
 NODE_ID_LABEL = "ray.io/node-id"
 
 ASK_LIMIT_S = 2.0

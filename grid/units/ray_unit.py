@@ -12,16 +12,31 @@ from grid.ray_figures import RayFigures
 from grid.units import machine
 from grid.units.actor import Site, UnitActor
 from grid.units.figures import TEXTS, UnitFigures, tags
+from grid.wire.link import Resolve
 from grid.words import UnitCard
 
 NAMESPACE = "zerogrid"
 PLACEMENT = "placement"
+PROBE_PREFIX = "probe-"
+"""Of the name of a node's probe, before its id."""
 
 
 async def resolve_placement() -> tuple[str, int]:
     """Return the placement actor's address on the data plane."""
     address: tuple[str, int] = await ray.get_actor(PLACEMENT, namespace=NAMESPACE).address.remote()
     return address
+
+
+def resolve_probe(node_id: str) -> Resolve:
+    """Return what finds the address of a node's probe."""
+
+    async def resolve() -> tuple[str, int]:
+        address: tuple[str, int] = await ray.get_actor(
+            PROBE_PREFIX + node_id, namespace=NAMESPACE
+        ).address.remote()
+        return address
+
+    return resolve
 
 
 class RayUnit(UnitActor):
@@ -36,7 +51,14 @@ class RayUnit(UnitActor):
             gpu_uuids=tuple(uuid for uuid, _ in gpus),
         )
         super().__init__(
-            config, model, unit_id, site, resolve_placement=resolve_placement, end_process=os._exit
+            config,
+            model,
+            unit_id,
+            site,
+            resolve_placement=resolve_placement,
+            end_process=os._exit,
+            # Only nodes with GPUs have a probe.
+            resolve_node=resolve_probe(site.node_id) if gpus else None,
         )
 
         self._told = UnitFigures()

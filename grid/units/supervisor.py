@@ -22,8 +22,8 @@ from grid.engines.environment import engine_environment, gpu_environment
 from grid.errors import GridError
 from grid.units import planner as plan
 from grid.units.nodes import REGION_LABEL, Node, demands
-from grid.units.probes import NODE_ID_LABEL, PROBE_PREFIX, Probes
-from grid.units.ray_unit import NAMESPACE, PLACEMENT, RayUnit
+from grid.units.probes import NODE_ID_LABEL, Probes
+from grid.units.ray_unit import NAMESPACE, PLACEMENT, PROBE_PREFIX, RayUnit
 from grid.words import Outlook
 
 log = logging.getLogger(__name__)

@@ -214,12 +214,14 @@ class Reconnecting:
         handler: Handler | None = None,
         on_connected: Callable[[Link], None] | None = None,
         backoff_s: tuple[float, float] = (0.05, 1.0),
+        beats: Beats = CELL_BEATS,
     ) -> None:
         self._resolve = resolve
         self._me = _identity(role, peer_id, secret)
         self._handler = handler
         self._on_connected = on_connected
         self._backoff_s = backoff_s
+        self._beats = beats
         self._link: Link | None = None
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -284,6 +286,7 @@ class Reconnecting:
             peer_id=self._me.peer_id,
             secret=self._me.secret,
             handler=self._handler,
+            beats=self._beats,
         )
         self._link = link
         self.last_error = ""

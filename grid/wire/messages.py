@@ -126,6 +126,32 @@ class Report(NamedTuple):
     loads: tuple[UnitLoad, ...]
 
 
+class HeldReservations(NamedTuple):
+    """How one unit's list of reservations has changed."""
+
+    place: int
+    """Of the unit in its batch."""
+    begun: tuple[str, ...]
+    ended: tuple[str, ...] = ()
+    since: int = 0
+    """The list that these change, as `UnitLoad.held_since` names it; 0: `begun` is the whole list."""
+
+
+class ReportUnits(NamedTuple):
+    """One batch of a node: the newest samples of its units as columns (`grid.samples`)."""
+
+    stream: int
+    node_id: str
+    units: tuple[str, ...]
+    incarnations: tuple[str, ...]
+    counts: bytes
+    """Little-endian int64, a row for each of `COUNTS`, a column for each unit."""
+    readings: bytes
+    """Little-endian float64, a row for each of `READINGS`."""
+    held: tuple[HeldReservations, ...] = ()
+    """Of units whose list is another than the sender last told."""
+
+
 class Watch(NamedTuple):
     """A gateway asks to be pushed the fleet view: at once, on membership changes, and at 1 Hz."""
 
@@ -368,6 +394,7 @@ WireMessage = (
     | DrainUnit
     | AnnounceNode
     | ReportNode
+    | ReportUnits
     | Submit
     | Accepted
     | Refused
@@ -413,6 +440,7 @@ KINDS: dict[int, type[WireMessage]] = {
     29: Counted,
     30: Embed,
     31: Vectors,
+    32: ReportUnits,
     40: StoreCall,
     41: StoreReply,
     # 50 is kept for the digest that peered cells will exchange.

@@ -30,6 +30,7 @@ from grid.wire.messages import (
     Embed,
     Failed,
     Fleet,
+    HeldReservations,
     Hello,
     Ping,
     Place,
@@ -39,6 +40,7 @@ from grid.wire.messages import (
     Refused,
     Report,
     ReportNode,
+    ReportUnits,
     Settle,
     StoreCall,
     StoreReply,
@@ -113,6 +115,8 @@ LOAD = UnitLoad(
     compute_utilisation=0.75,
     prompt_tokens=9_000,
     cached_tokens=4_096,
+    sequence=77,
+    held_since=70,
 )
 GPU = GpuCard(
     uuid="GPU-1",
@@ -245,6 +249,15 @@ EXAMPLES: tuple[WireMessage, ...] = (
     DrainUnit(stream=7, unit_id="unit-smollm2-0", draining=False, restart=True),
     AnnounceNode(stream=0, card=NODE),
     ReportNode(stream=0, node_id="node-a", incarnation="inc-1", samples=(GPU_SAMPLE,)),
+    ReportUnits(
+        stream=0,
+        node_id="node-a",
+        units=("unit-smollm2-0", "unit-smollm2-1"),
+        incarnations=("inc-1", "inc-4"),
+        counts=bytes(range(16)),
+        readings=bytes(range(16, 32)),
+        held=(HeldReservations(1, ("req_1/answer/1",), ("req_2/answer/1",), 70),),
+    ),
     Submit(
         stream=8,
         request_id="req_1",

@@ -14,10 +14,11 @@ from support.waiting import until
 
 from gateway.http.operations import gpu_view
 from gateway.http.shapes.operations import GpuView
-from grid.config import Cell, Config, Placement
-from grid.errors import Forbidden, NoEligibleUnit
+from grid.config import Cell, Config, Model, Placement, Simulated
+from grid.errors import Forbidden, NoEligibleUnit, UnitLost
 from grid.hardware.nvml import Probe
 from grid.units import node
+from grid.units.actor import Site, UnitActor
 from grid.units.node import NodeProbe
 from grid.wire.link import Link, dial
 from grid.wire.messages import Announce, AnnounceNode, Report, ReportNode
@@ -156,3 +157,39 @@ async def test_only_a_node_tells_of_gpus_and_only_of_its_own(
         unit.send(AnnounceNode(0, card))
         await until(lambda: placement._counts[f"refused_{Forbidden.code}"] == 1)
         assert placement._view.gpus.faults() == {}
+
+
+async def test_units_tell_by_their_node_and_by_themselves_while_it_is_away(
+    config: Config, placement: PlacementActor
+) -> None:
+    probes: list[NodeProbe] = []
+
+    async def resolve_node() -> tuple[str, int]:
+        if not probes:
+            raise UnitLost("the probe is away")
+        return await probes[0].address()
+
+    unit = UnitActor(
+        config,
+        Model(name="m", engine="simulated", precision="bf16", simulated=Simulated(full_speed=True)),
+        "unit-m-0",
+        Site(NODE, "127.0.0.1", "eu"),
+        resolve_placement=placement.address,
+        resolve_node=resolve_node,
+        end_process=lambda _status: None,
+    )
+    await unit.start()
+    counts, columns = placement._counts, placement._view.columns
+    await until(lambda: counts["reports_of_units"] >= 3)
+    async with probing(config, placement) as probe:
+        probes.append(probe)
+        await until(lambda: counts["batches_of_nodes"] >= 3)
+        by_unit, sequence = counts["reports_of_units"], columns.sequence.item(0)
+        await until(lambda: columns.sequence.item(0) >= sequence + 3)
+        assert counts["reports_of_units"] == by_unit
+    probes.clear()
+    by_node, sequence = counts["batches_of_nodes"], columns.sequence.item(0)
+    await until(lambda: columns.sequence.item(0) >= sequence + 3)
+    assert counts["batches_of_nodes"] <= by_node + 1
+    assert not placement._view.dropped
+    await unit.stop()

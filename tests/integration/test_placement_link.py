@@ -434,7 +434,8 @@ async def test_wrong_peers_and_wrong_reports_cost_nobody_anything(cell: Cell) ->
     assert (first.stream, first.code, second.code) == (5, "forbidden", "invalid_request")
     assert "max_running" in second.message
     assert cell.view.loads() == {"u0": 0}
-    assert (await cell.actor.stats())["dropped"] == {"bad_card": 1, "foreign_unit": 1, "unknown_unit": 1}
+    dropped = {"bad_card": 1, "foreign_unit": 1, "unknown_unit": 1}
+    await until(lambda: cell.view.dropped == dropped)
     gateway = await cell.link("gateway")
     with pytest.raises(NotFound, match="grid units"):
         await gateway.call(lambda stream: DrainUnit(stream, "nobody"), 5)

@@ -14,8 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.fleet import make_card, make_load, make_request, make_view
 
 from grid.errors import Cancelled, NoEligibleUnit, Rejected, Saturated
-from grid.words import Decision, PlacementRequest, UnitCard, UnitState
-from placement import cost
+from grid.units.gathering import Gathering, Numbering
+from grid.wire.messages import ReportUnits
+from grid.words import Decision, NodeCard, PlacementRequest, UnitCard, UnitLoad, UnitState
+from placement import cost, samples
 from placement.decide import decide
 from placement.dispatch import Answer, Dispatch
 from placement.fleet import Rules, View
@@ -31,6 +33,7 @@ LEASE_TICKS = int(LEASE_S / STEP_S)
 UNITS, GATEWAYS, MODELS = 2, 2, ("model-x", "model-y")
 LONGEST_S = 4.0
 LIMITS = Limits(most=12, most_per_tenant=6, wait_ms=1e3 * LONGEST_S)
+NODE_LINK = 50
 
 
 @dataclass
@@ -42,6 +45,11 @@ class World:
     works_on: set[str] = field(default_factory=set)
     sampled: set[str] = field(default_factory=set)
     has_sample: bool = False
+    numbering: Numbering = field(default_factory=Numbering)
+    newest: int = 0
+    """Sequence of its newest believed sample."""
+    listed_since: int = 0
+    """The list of reservations that placement knows of it."""
 
 
 @dataclass
@@ -80,6 +88,10 @@ class Fleet(RuleBasedStateMachine):
         self.open: dict[str, Held] = {}
         self.on_way: list[tuple[str, int, str]] = []
         self.settled_since: dict[int, set[str]] = {i: set() for i in range(UNITS)}
+        self.gathering = Gathering("node")
+        self.on_line: list[ReportUnits] = []
+        self.said: dict[tuple[str, int], UnitLoad] = {}
+        self.view.join_node(NodeCard("node", "inc", "575", ()), NODE_LINK)
         for index in range(UNITS):
             self.connect(index, report=True)
 
@@ -93,7 +105,7 @@ class Fleet(RuleBasedStateMachine):
     def connect(self, index: int, report: bool) -> None:
         unit = self.units[index]
         unit.link = 1000 + self.fresh_number()
-        unit.has_sample, unit.sampled = False, set()
+        unit.has_sample, unit.sampled, unit.newest, unit.listed_since = False, set(), 0, 0
         self.settled_since[index] = set()
         self.view.join(unit.card, unit.link)
         for key, held in list(self.open.items()):
@@ -115,28 +127,72 @@ class Fleet(RuleBasedStateMachine):
         self.lose_unit_link(index)
         unit = self.units[index]
         unit.card = unit.card._replace(incarnation=f"inc-{self.fresh_number()}")
-        unit.works_on = set()
+        unit.works_on, unit.numbering = set(), Numbering()
+        self.gathering.forget(unit.card.unit_id)
         if comes_back:
             self.connect(index, report=True)
 
+    def sample(self, index: int, hidden: int) -> UnitLoad:
+        """The engine doesn't count `hidden` requests yet."""
+        unit = self.units[index]
+        running = max(0, len(unit.works_on) - hidden)
+        reservations = tuple(sorted(unit.works_on))
+        load = unit.numbering.next(make_load(unit.card, running=running, reservations=reservations))
+        self.said[load.incarnation, load.sequence] = load
+        return load
+
     @rule(index=st.integers(0, UNITS - 1), hidden=st.integers(0, 1))
     def report(self, index: int, hidden: int) -> None:
-        """The engine doesn't count `hidden` requests yet."""
         unit = self.units[index]
         if unit.link is None:
             return
-        running = max(0, len(unit.works_on) - hidden)
-        sample = make_load(unit.card, running=running, reservations=tuple(sorted(unit.works_on)))
-        self.view.report([sample], unit.link, self.now_s)
-        unit.sampled, unit.has_sample = set(unit.works_on), True
+        load = self.sample(index, hidden)
+        self.view.report([load], unit.link, self.now_s)
+        unit.listed_since = load.held_since
+        self.sampled(index, load)
+
+    def sampled(self, index: int, load: UnitLoad) -> None:
+        unit, held_ids = self.units[index], set(load.reservations)
+        unit.sampled, unit.has_sample, unit.newest = held_ids, True, load.sequence
         self.settled_since[index] = set()
         for key, held in list(self.open.items()):
             if held.index != index or held.incarnation != unit.card.incarnation:
                 continue
-            if key in unit.works_on:
+            if key in held_ids:
                 held.seen, held.expires_s = True, self.now_s + LEASE_S
             elif held.seen:
                 del self.open[key]
+
+    @rule(index=st.integers(0, UNITS - 1), hidden=st.integers(0, 1))
+    def tell_node(self, index: int, hidden: int) -> None:
+        self.gathering.take(self.sample(index, hidden))
+
+    @rule(placement_is_new=st.booleans())
+    def node_sends(self, placement_is_new: bool) -> None:
+        if placement_is_new:
+            self.gathering.anew()
+        batch = self.gathering.batch()
+        if batch is not None:
+            self.on_line.append(batch)
+
+    @precondition(lambda self: self.on_line)
+    @rule(count=st.integers(1, 3))
+    def node_is_heard(self, count: int) -> None:
+        """Batches arrive in order, but units may have said more by their own links meanwhile."""
+        arrived, self.on_line = self.on_line[:count], self.on_line[count:]
+        self.view.take([samples.of_node(batch, NODE_LINK) for batch in arrived], self.now_s)
+        for batch in arrived:
+            changes = {change.place: change for change in batch.held}
+            counts = samples.of_node(batch, NODE_LINK).counts
+            for place, (unit_id, incarnation) in enumerate(zip(batch.units, batch.incarnations, strict=True)):
+                index = int(unit_id[1:])
+                unit, load = self.units[index], self.said[incarnation, int(counts[samples.SEQUENCE, place])]
+                if unit.link is None or unit.card.incarnation != incarnation or load.sequence <= unit.newest:
+                    continue
+                if place in changes and changes[place].since in (0, unit.listed_since):
+                    unit.listed_since = load.held_since
+                if unit.listed_since == load.held_since:
+                    self.sampled(index, load)
 
     @rule(index=st.integers(0, UNITS - 1))
     def report_nonsense(self, index: int) -> None:
@@ -315,6 +371,9 @@ def test_a_long_random_walk(seed: int) -> None:
         (10, lambda: fleet.place(one_in(GATEWAYS), rng.choice(MODELS), again=rng.random() < 0.2)),
         (8, lambda: fleet.submits_arrive(1, report=flip()) if fleet.on_way else None),
         (8, lambda: fleet.report(one_in(UNITS), one_in(2))),
+        (8, lambda: fleet.tell_node(one_in(UNITS), one_in(2))),
+        (6, lambda: fleet.node_sends(placement_is_new=one_in(10) == 0)),
+        (6, lambda: fleet.node_is_heard(1 + one_in(3)) if fleet.on_line else None),
         (8, lambda: fleet.settle(one_in(10), rng.choice(OUTCOMES), unit_ends=flip())),
         (4, lambda: fleet.time_passes(1 + one_in(4))),
         (1, lambda: fleet.time_passes(LEASE_TICKS)),  # over the leases of what samples hold as well

@@ -19,8 +19,7 @@ import ray
 from ray.util import list_named_actors
 
 from grid.config import Config
-from grid.units.probes import PROBE_PREFIX
-from grid.units.ray_unit import NAMESPACE
+from grid.units.ray_unit import NAMESPACE, PROBE_PREFIX
 from grid.units.supervisor import SupervisorActor
 
 LIMIT_S = 60.0

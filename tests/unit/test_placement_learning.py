@@ -330,7 +330,7 @@ def test_what_units_measure_is_learned_from_once_a_second_while_they_work() -> N
         view.report([busy], 1, tick / 10)
         view.tick(tick / 10)
     assert lone_ms(view) == pytest.approx(30, rel=0.15)
-    assert view.units[0].studied_s >= 10 - STUDY_S
+    assert view.columns.studied_s[0] >= 10 - STUDY_S
     learned = lone_ms(view)
     for tick in range(101, 200):
         view.report([make_load(card, running=1, steps=100, decode_ms_per_token=300.0)], 1, tick / 10)
