@@ -158,7 +158,8 @@ async def test_documents_are_found_and_shown_before_the_answer(cell: LocalCell) 
         assert {step.type for step in answer.timing} == {"retrieval", "generation"}
         listed = (await client.get("/v1/data-sources")).json()["data_sources"]
         assert source.data_source_id in {row["data_source_id"] for row in listed}
-        assert (await client.delete(path)).json() == {"deleted": True, "id": source.data_source_id}
+        deleted = await client.delete(path, params={"force": "true"})
+        assert deleted.json() == {"deleted": True, "id": source.data_source_id}
         assert (await client.get(path)).status_code == 404
 
 

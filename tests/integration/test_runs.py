@@ -24,7 +24,7 @@ from gateway.trust.keyfiles import read_secret, secret_path
 from grid.config import Config
 from grid.engines.base import Generation, steps_of
 from grid.engines.simulated import SimulatedEngine
-from grid.errors import ContextOverflow, DeadlineExceeded, NoEligibleUnit, Overloaded, UnitLost
+from grid.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, Overloaded, UnitLost
 from grid.units.actor import Site, UnitActor
 from grid.wire.link import Link, LinkPool
 from grid.words import Message, Sampling
@@ -215,8 +215,9 @@ async def test_refusals_are_raised_before_anything_starts(tmp_path: Path) -> Non
         with pytest.raises(ContextOverflow) as overflow:
             await collect(c.runner, plan(c.config, "req_1", "word " * 5000))
         assert overflow.value.details["context_tokens"] == 4096
-        with pytest.raises(NoEligibleUnit):
+        with pytest.raises(InvalidRequest) as too_long:
             await collect(c.runner, plan(c.config, "req_2", max_output_tokens=5000))
+        assert too_long.value.param == "max_output_tokens"
         await c.until_idle()
 
 

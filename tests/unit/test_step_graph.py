@@ -156,7 +156,7 @@ async def test_an_earlier_step_that_fails_fails_the_run_with_a_real_status() -> 
     placing, links = Placing(), Links([ANSWER[:2], LATE])
     with pytest.raises(DeadlineExceeded):
         await run(planned(writing("draft"), writing("final", "draft")), placing, links)
-    assert [outcome for _, outcome, _ in placing.settled] == ["failed"]
+    assert [outcome for _, outcome, _ in placing.settled] == ["cancelled"]
 
 
 async def test_leaving_in_an_earlier_step_frees_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
