@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from gateway.observe.totals import DURATIONS_S, MICRO, TOKEN_TIMES_S, TOKENS, Sums
+from gateway.observe.totals import DURATIONS_S, GAPS_S, MICRO, TOKEN_TIMES_S, TOKENS, Sums
 from grid.wire.messages import Fleet
 from grid.words import UNKNOWN, FleetGpu, FleetQueue, FleetUnit, UnitState
 
@@ -129,6 +129,12 @@ def counted(totals: Sums) -> list[AnyFamily]:
         "Decode time of a token after the first, of good calls.",
         ("gen_ai.request.model",),
     )
+    gaps = HistogramFamily(
+        "zerogrid.stream.move.gap",
+        SECONDS,
+        "From the last token of one unit to the first of the next, of answers that outlived a unit.",
+        ("model_name",),
+    )
     usage = HistogramFamily(
         "gen_ai.client.token.usage",
         TOKEN,
@@ -159,12 +165,13 @@ def counted(totals: Sums) -> list[AnyFamily]:
         "duration": (durations, DURATIONS_S),
         "ttft": (first_tokens, DURATIONS_S),
         "tpot": (token_times, TOKEN_TIMES_S),
+        "gaps": (gaps, GAPS_S),
         **dict.fromkeys(RUN_TOKENS, (usage, TOKENS)),
     }
     for (kind, *labels), counts in histograms.items():
         family, bounds = of_kind[kind]
         family.add(tuple(labels), _distribution(counts, bounds))
-    return [requests, errors, tokens, compute, durations, first_tokens, token_times, usage]
+    return [requests, errors, tokens, compute, durations, first_tokens, token_times, gaps, usage]
 
 
 def of_units(units: Iterable[FleetUnit], stale_after_ms: float) -> list[AnyFamily]:

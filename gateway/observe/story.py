@@ -67,6 +67,8 @@ class RunStory:
     usage: Usage = NOTHING_USED
     ttft_ms: float = 0.0
     """From the start of the run to its first token; 0 where none came."""
+    gaps_s: list[float] = field(default_factory=list)
+    """For each time that an answer went on on another unit: how long no token came."""
     finished: bool = False
     error: GridError | None = None
     late: Callable[[float], None] | None = None

@@ -23,6 +23,8 @@ DURATIONS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12
 """OpenTelemetry's buckets of `gen_ai.server.request.duration`, with one below for what is over at once."""
 TOKEN_TIMES_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 """Its buckets of `gen_ai.server.time_per_output_token`, with one below."""
+GAPS_S = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 1.0, 2.5, 5.0, 15.0)
+"""Finest around what is promised: 0.2 s for a unit that died, 0.35 s for one that froze or was cut off."""
 TOKENS = tuple(float(4**power) for power in range(11))
 """Its buckets of `gen_ai.client.token.usage`, up to a million; no model reads more."""
 
@@ -89,6 +91,7 @@ class _Model:
     token: _Histogram = field(default_factory=lambda: _Histogram(TOKEN_TIMES_S))
     inputs: _Histogram = field(default_factory=lambda: _Histogram(TOKENS))
     outputs: _Histogram = field(default_factory=lambda: _Histogram(TOKENS))
+    gaps: _Histogram = field(default_factory=lambda: _Histogram(GAPS_S))
 
 
 def add_sums(sums: dict[Name, int], more: Mapping[Name, int]) -> None:
@@ -117,6 +120,8 @@ class Totals:
                 model.inputs.add(run.usage.input_tokens)
             if run.usage.output_tokens:
                 model.outputs.add(run.usage.output_tokens)
+            for gap_s in run.gaps_s:
+                model.gaps.add(gap_s)
         if outcome is not Outcome.GOOD:
             return
         route.durations.add(story.total_ms / 1000)
@@ -140,4 +145,5 @@ class Totals:
             sums |= {f"{what}|{name}": count for what, count in of_model.work.sums().items()}
             sums |= of_model.ttft.sums(f"ttft|{name}") | of_model.token.sums(f"tpot|{name}")
             sums |= of_model.inputs.sums(f"inputs|{name}") | of_model.outputs.sums(f"outputs|{name}")
+            sums |= of_model.gaps.sums(f"gaps|{name}")
         return sums

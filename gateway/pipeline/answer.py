@@ -23,6 +23,7 @@ class Answer:
         "code_points",
         "first_token_s",
         "ids",
+        "newest_s",
         "stop",
     )
 
@@ -30,7 +31,8 @@ class Answer:
         self.ids: list[int] = []
         """Every output id, in order."""
         self.code_points = 0
-        self.first_token_s = math.nan
+        self.first_token_s = self.newest_s = math.nan
+        """When the first token came, and the newest."""
         self.stop = ""
         """The stop string that is complete: the answer ends before it."""
         self._stops = StopFilter(stops) if stops else None
@@ -47,6 +49,7 @@ class Answer:
         """Take the next tokens; after this, look at `stop`."""
         if not self.ids:
             self.first_token_s = now_s
+        self.newest_s = now_s
         self.ids.extend(ids)
         self.code_points += len(text)
         tokens = len(ids)

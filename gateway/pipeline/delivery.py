@@ -376,6 +376,8 @@ class Delivery:
     def _moved(self, effect: st.Moved) -> None:
         flight = self._flights[effect.attempt]
         self._decision = flight.decision
+        if effect.gap_s:
+            self._noted.gaps_s.append(effect.gap_s)
         if flight.order.is_hedge:
             self._watch.budget.refund()
 

@@ -395,7 +395,8 @@ class Session:
         if attempt is not self._speaker:
             self._speaker = attempt
             self.moves += 1
-            self._effects.append(st.Moved(attempt.number))
+            gap_s = now_s - self.answer.newest_s if self.answer.ids else 0.0
+            self._effects.append(st.Moved(attempt.number, gap_s))
         if not attempt.tokens:
             attempt.first_token_s = now_s
             self._parts += 1

@@ -111,6 +111,8 @@ class Moved(NamedTuple):
     """The answer goes on with another attempt, which has the next token."""
 
     attempt: int
+    gap_s: float
+    """Since the token before it; 0 where it is the first."""
 
 
 class CancelUnit(NamedTuple):

@@ -116,6 +116,10 @@ async def test_a_link_that_is_cut(cell: LocalCell) -> None:
     assert (cut.text, cut.tokens) == (whole.text, TOKENS)
     assert (cut.done["moves"], cut.done["exact"]) == (1, True)
     assert cut.done["usage"]["input_tokens"] == whole.done["usage"]["input_tokens"]
+    await cell.services.recorder.flush()
+    async with cell.client(cell.operator_key) as operator:
+        scrape = (await operator.get("/metrics")).text
+    assert f'zerogrid_stream_move_gap_seconds_count{{model_name="{CHAT_MODEL}"}} 1' in scrape
 
 
 async def test_a_unit_that_falls_silent(cell: LocalCell) -> None:

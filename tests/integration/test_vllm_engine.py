@@ -194,9 +194,11 @@ async def test_bad_sampling_is_the_callers_mistake(engine: VLLMEngine) -> None:
     assert engine.load().running + engine.load().waiting == 0
 
 
-async def test_a_continuation_is_the_same_text_wherever_it_is_cut(engine: VLLMEngine) -> None:
-    prompt, tokens = "Continue, please.", 60
+@pytest.mark.parametrize("prompt", ["Continue, please.", "Wo ist die Brücke? 橋はどこですか。🌉", "1, 2, 3"])
+async def test_a_continuation_is_the_same_text_wherever_it_is_cut(engine: VLLMEngine, prompt: str) -> None:
+    tokens = 60
     whole = await run(engine, prompt, tokens)
+    assert len(set(ids(whole))) >= 30, "an answer that repeats itself proves little"
     whole_ids, decode = ids(whole), engine._detokenizer.decode
     inside = [cut for cut in range(1, tokens) if decode(whole_ids[:cut]).endswith("\ufffd")]
     for cut in {1, 17, tokens - 1, *inside[:3]}:

@@ -10,7 +10,7 @@ from support.stories import story
 
 from gateway.observe.ledger import Ledger
 from gateway.observe.prometheus import render
-from gateway.observe.totals import TOTALS, Sums
+from gateway.observe.totals import TOTALS, Sums, Totals
 from grid.wire.messages import Fleet
 from grid.words import UNKNOWN, FleetGpu, FleetQueue, FleetUnit, GpuCard, GpuSample, UnitState
 
@@ -76,6 +76,18 @@ def test_calls_tokens_and_times_are_there() -> None:
     assert value(samples, f"{usage}_bucket", le="16.0", **of_output) == 4
     token = "gen_ai_server_time_per_output_token_seconds"
     assert value(samples, f"{token}_sum", gen_ai_request_model="m") == 0.02
+
+
+def test_the_gaps_of_moved_answers_are_there() -> None:
+    told = story()
+    told.runs[0].gaps_s += [0.12, 0.3]
+    totals = Totals()
+    totals.add(told, told.outcome)
+    samples = scraped(totals.sums())
+    gap = "zerogrid_stream_move_gap_seconds"
+    assert value(samples, f"{gap}_bucket", le="0.2", model_name="m") == 1
+    assert value(samples, f"{gap}_bucket", le="0.35", model_name="m") == 2
+    assert value(samples, f"{gap}_sum", model_name="m") == 0.42
 
 
 def test_a_models_name_may_hold_the_separator() -> None:

@@ -178,7 +178,7 @@ def test_an_answer_goes_on_where_its_unit_was_lost() -> None:
     assert place == st.Place(2, ("unit-1",), 2, 6, "f")
     assert goes_on(session, 2, 1.21) == st.SubmitTo(2, (11, 12), 2, 6, b"h")
     moved, chunk = frames(session, 1.3, Tokens(1, 2, 2, (13,), "llo"))
-    assert moved == st.Moved(2)
+    assert moved == st.Moved(2, pytest.approx(0.2))
     assert chunk == Chunk(2, "llo", 1)
     settle, finish = frames(session, 1.4, Done(1, 2, "stop", 7, 7, 1, 0.5))
     assert settled([settle]) == [("r/2", "done", 1)]
@@ -222,7 +222,7 @@ def test_a_stop_string_is_found_across_the_cut() -> None:
         "held back is received all the same"
     )
     effects = frames(session, 1.3, Tokens(1, 2, 2, (3,), "ND of it"))
-    assert effects == [st.Moved(2), st.CancelUnit(2)]
+    assert effects == [st.Moved(2, pytest.approx(0.2)), st.CancelUnit(2)]
     *_, finish = frames(session, 1.4, Failed(1, 2, "cancelled", "", 7, 0, 1, 0.5))
     assert isinstance(finish, st.Finish)
     assert finish.stop == "END"
@@ -345,7 +345,7 @@ def test_whoever_has_the_next_token_first_has_the_answer() -> None:
     give_up, settle, moved, chunk = frames(session, 1.3, Tokens(1, 2, 1, (2,), "b"))
     assert give_up == st.GiveUp(1)
     assert settled([settle]) == [("r/1", "failed", 1)]
-    assert moved == st.Moved(2)
+    assert moved == st.Moved(2, pytest.approx(0.2))
     assert chunk == Chunk(1, "b", 1)
     assert frames(session, 1.3, Tokens(1, 1, 1, (2,), "b"), Done(1, 1, "stop", 7, 0, 2, 0.5)) == []
     assert session.late_frames == 2
@@ -354,7 +354,7 @@ def test_whoever_has_the_next_token_first_has_the_answer() -> None:
 def test_a_lost_unit_leaves_the_answer_to_the_second_attempt() -> None:
     session = suspected()
     assert settled(session.handle(st.LinkLost(1, UnitLost("gone")), 1.3)) == [("r/1", "failed", 1)]
-    assert frames(session, 1.4, Tokens(1, 2, 1, (2,), "b"))[0] == st.Moved(2)
+    assert frames(session, 1.4, Tokens(1, 2, 1, (2,), "b"))[0] == st.Moved(2, pytest.approx(0.3))
     assert session.phase is Phase.STREAMING
 
 
