@@ -1,25 +1,20 @@
 """One generation carried out: the shell around `session.py`, which decides everything.
 
-Owns the generation's attempts in flight and its one timer. All waiting is in `events`; `leave` waits for
-nothing, so a client that leaves at any moment frees its units at once and its reservations exactly once.
-While one attempt speaks, which is nearly always, its link stream is read directly; what places, or speaks
-beside it, has a task.
+Owns the generation's attempts in flight. All waiting is in `events`; `leave` waits for nothing, so a client
+that leaves at any moment frees its units at once and its reservations exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from gateway.knowledge.embedder import Places, step_placement
 from gateway.observe.story import RunStory
 from gateway.pipeline import stream as st
-from gateway.pipeline.alarm import Alarm
 from gateway.pipeline.context import Context
 from gateway.pipeline.events import (
     NOTHING_USED,
@@ -33,6 +28,7 @@ from gateway.pipeline.events import (
     StepTiming,
 )
 from gateway.pipeline.farewell import Farewells
+from gateway.pipeline.flights import Flight, Flights
 from gateway.pipeline.plan import GenerationPlan, Plan, estimated_tokens
 from gateway.pipeline.prefix import prompt_prefix, turn
 from gateway.pipeline.session import Order, Phase, Session
@@ -40,8 +36,8 @@ from gateway.pipeline.spans import GenerationEnd, generation_span
 from gateway.pipeline.watch import Watch
 from grid.errors import Cancelled, GridError
 from grid.tracing.spans import Kind
-from grid.wire.link import Link, LinkStream
-from grid.wire.messages import Cancel, Done, Submit, Tokens, WireMessage
+from grid.wire.link import Link
+from grid.wire.messages import Done, Submit
 from grid.words import Decision, Sampling, Usage
 from placement.lines import URGENT
 
@@ -49,12 +45,6 @@ STREAM_BASE_BYTES = 64 * 1024
 STREAM_BYTES_PER_TOKEN = 256
 """A token's frame has about 30 bytes: a whole answer waits in the gateway for the slowest client, and a unit
 that sends more than that is broken."""
-
-FOREVER_S = 3600.0
-"""A wait that something else ends: longer than any request may take."""
-
-PUNCTUAL_S = 0.1
-"""A look at a silent stream that comes later than this was held up itself, and says nothing of the unit."""
 
 
 class Links(Protocol):
@@ -76,30 +66,6 @@ class Before:
     placement: tuple[StepPlacement, ...] = ()
     timing: tuple[StepTiming, ...] = ()
     usage: Usage = NOTHING_USED
-
-
-class Flight:
-    """One attempt carried out: first a place is looked for, then its stream is read."""
-
-    __slots__ = ("decision", "heard_s", "number", "order", "placing", "reader", "stream", "submission")
-
-    def __init__(self, order: st.Place) -> None:
-        self.number = order.attempt
-        self.order = order
-        self.placing: asyncio.Task[None] | None = None
-        self.decision: Decision | None = None
-        self.submission: st.SubmitTo | None = None
-        self.stream: LinkStream | None = None
-        self.reader: asyncio.Task[list[WireMessage]] | None = None
-        self.heard_s = math.inf
-        """When its unit last said something, from its first token on; later, where nobody listened."""
-
-    def halt(self) -> None:
-        """End its tasks; the stream stays."""
-        if self.placing is not None and self.placing is not asyncio.current_task():
-            self.placing.cancel()
-        if self.reader is not None:
-            self.reader.cancel()
 
 
 class Delivery:
@@ -139,8 +105,7 @@ class Delivery:
                 bound_by=bound_by(sampling),
             )
         )
-        self._alarm = Alarm()
-        self._flights: dict[int, Flight] = {}
+        self._flights = Flights(watch, self)
         self._decision: Decision | None = None
         """Of the attempt that the answer comes from; before one is accepted, of the newest."""
         self._placing_s = self._queued_s = 0.0
@@ -158,16 +123,15 @@ class Delivery:
 
         Raises the GridError of a generation that no unit accepted.
         """
-        session, now_s = self._session, time.monotonic()
-        for flight in self._flights.values():
-            if flight.heard_s < now_s:
-                flight.heard_s = now_s  # nobody listened meanwhile
+        session = self._session
+        self._flights.listen_again()
         while not self._events and session.phase is not Phase.ENDED:
-            now_s = time.monotonic()
-            if session.due_s <= now_s:
+            if session.due_s <= time.monotonic():
                 self._handle(st.Tick())
+            elif not self._begun and (flight := self._flights.unplaced) is not None:
+                await self._place(flight)  # there is nothing else to wait for
             else:
-                await self._wait(now_s)
+                await self._listen(session.due_s)
         events, self._events = self._events, []
         return events
 
@@ -178,94 +142,35 @@ class Delivery:
             self._noted.charge(session.usage)
             self._end_span(time.monotonic(), session.usage, error=Cancelled.code)
             self._handle(st.ClientGone())
-        for number in list(self._flights):
-            self._let_go(number)
-        self._alarm.cancel()
+        self._flights.close()
 
     # --- what others see of a unit ----------------------------------------------------------------
 
     def leave_unit(self, unit_id: str) -> None:
-        for flight in self._on(unit_id):
+        for flight in self._flights.on(unit_id):
             self._handle(st.Leaving(flight.number))
-        self._alarm.ring()
+        self._flights.ring()
 
     def doubt_unit(self, unit_id: str) -> None:
-        for flight in self._on(unit_id):
+        for flight in self._flights.on(unit_id):
             self._doubt(flight)
-
-    def _on(self, unit_id: str) -> list[Flight]:
-        flights = self._flights.values()
-        return [each for each in flights if each.decision and each.decision.chosen.unit_id == unit_id]
 
     def _doubt(self, flight: Flight) -> None:
         """Its unit is silent: let another race it, if that may be."""
         if self._session.can_hedge(flight.number) and self._watch.budget.spend():
             self._handle(st.Suspected(flight.number))
-            self._alarm.ring()
+            self._flights.ring()
 
-    # --- waiting --------------------------------------------------------------------------------
-
-    async def _wait(self, now_s: float) -> None:
-        """Wait until something happens or `Tick` is due."""
-        due_s = self._session.due_s
-        if len(self._flights) == 1:
-            (flight,) = self._flights.values()
-            if flight.stream is not None and flight.reader is None:
-                await self._listen(flight, flight.stream, due_s)
-                return
-            if flight.placing is None and flight.reader is None:
-                await self._place(flight)
-                return
-        await self._wait_for_any(due_s)
-
-    async def _listen(self, flight: Flight, stream: LinkStream, due_s: float) -> None:
-        assert flight.decision is not None
-        stuck_s = flight.heard_s + self._watch.stuck_after_s(flight.decision.chosen.unit_id)
-        try:
-            messages = await self._alarm.wait(stream.receive(), min(due_s, stuck_s))
-        except GridError as error:
-            self._handle(st.LinkLost(flight.number, error))
-            return
-        if messages is not None:
-            self._take(flight, messages)
-        elif (now_s := time.monotonic()) >= stuck_s:
-            flight.heard_s = now_s
-            if now_s < stuck_s + PUNCTUAL_S:
+    async def _listen(self, due_s: float) -> None:
+        for flight, news in await self._flights.wait(due_s):
+            if flight not in self._flights:  # what came before ended it
+                continue
+            if news is None:
                 self._doubt(flight)
-
-    def _take(self, flight: Flight, messages: Sequence[WireMessage]) -> None:
-        now_s = time.monotonic()
-        if type(messages[-1]) is Tokens:
-            assert flight.decision is not None
-            if flight.heard_s < now_s:
-                self._watch.said(flight.decision.chosen.unit_id, now_s - flight.heard_s)
-            flight.heard_s = now_s
-        elif flight.heard_s < now_s:
-            flight.heard_s = now_s
-        self._handle(st.Frames(flight.number, messages))
-
-    async def _wait_for_any(self, due_s: float) -> None:
-        """Wait for whichever attempt has news: the slow way, where not exactly one speaks."""
-        waits: list[asyncio.Task[Any]] = []
-        for flight in self._flights.values():
-            if flight.stream is not None and flight.reader is None:
-                flight.reader = asyncio.create_task(flight.stream.receive())
-            waits += [task for task in (flight.placing, flight.reader) if task is not None]
-        news = asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED) if waits else asyncio.sleep(FOREVER_S)
-        await self._alarm.wait(news, due_s)
-        for flight in list(self._flights.values()):
-            placing, reader = flight.placing, flight.reader
-            if placing is not None and placing.done():
-                flight.placing = None
-                placing.result()
-            if reader is not None and reader.done() and flight.number in self._flights:
-                flight.reader = None
-                try:
-                    messages = reader.result()
-                except GridError as error:
-                    self._handle(st.LinkLost(flight.number, error))
-                else:
-                    self._take(flight, messages)
+            elif isinstance(news, GridError):
+                self._handle(st.LinkLost(flight.number, news))
+            else:
+                self._handle(st.Frames(flight.number, news))
 
     # --- placing --------------------------------------------------------------------------------
 
@@ -292,7 +197,7 @@ class Delivery:
         except GridError as error:
             if span is not None:
                 span.end("place", began_s, time.monotonic(), kind=Kind.CLIENT, error=error.code)
-            self._flights.pop(flight.number, None)
+            self._flights.drop(flight)
             self._handle(st.NotPlaced(flight.number, error))
             return
         placed_s = time.monotonic()
@@ -307,13 +212,13 @@ class Delivery:
         self._handle(st.Placed(flight.number, decision.reservation_id, decision.chosen.unit_id))
         if flight.submission is None:
             return
-        self._watch.begins(decision.chosen.unit_id, self)
+        self._flights.placed(flight)
         try:
             link = await self._links.get(decision.chosen.host, decision.chosen.port)
         except GridError as error:
             self._handle(st.LinkLost(flight.number, error))
             return
-        if flight.number in self._flights:
+        if flight in self._flights:
             self._submit(flight, flight.submission, link, decision)
 
     def _submit(self, flight: Flight, submission: st.SubmitTo, link: Link, decision: Decision) -> None:
@@ -361,16 +266,16 @@ class Delivery:
             elif isinstance(effect, st.GiveUp):
                 self._give_up(effect)
             elif isinstance(effect, st.CancelUnit):
-                self._cancel(self._flights[effect.attempt])
+                self._flights[effect.attempt].cancel()
             elif isinstance(effect, st.Finish):
                 self._finish(effect, now_s)
             else:
                 self._fail(effect, now_s)
 
     def _find_place(self, effect: st.Place) -> None:
-        flight = self._flights[effect.attempt] = Flight(effect)
-        # The first one is placed by whoever waits in `events`: there is nothing else to wait for.
-        if self._begun or len(self._flights) > 1:
+        is_alone = not any(self._flights)
+        flight = self._flights.add(effect)
+        if self._begun or not is_alone:
             flight.placing = asyncio.create_task(self._place(flight))
 
     def _moved(self, effect: st.Moved) -> None:
@@ -381,26 +286,14 @@ class Delivery:
         if flight.order.is_hedge:
             self._watch.budget.refund()
 
-    def _cancel(self, flight: Flight) -> None:
-        if flight.stream is not None:
-            flight.stream.send(Cancel(flight.stream.id, flight.number))
-
     def _give_up(self, effect: st.GiveUp) -> None:
         flight = self._flights[effect.attempt]
-        self._cancel(flight)
+        flight.cancel()
         if effect.is_charged and flight.stream is not None:
             flight.halt()
             self._farewells.hear(flight.stream, self._charge)
             flight.stream = None
-        self._let_go(effect.attempt)
-
-    def _let_go(self, number: int) -> None:
-        flight = self._flights.pop(number)
-        flight.halt()
-        if flight.decision is not None and not self._on(flight.decision.chosen.unit_id):
-            self._watch.ends(flight.decision.chosen.unit_id, self)
-        if flight.stream is not None:
-            flight.stream.close()
+        self._flights.drop(flight)
 
     def _charge(self, cu_seconds: float) -> None:
         """A unit says what an attempt took that was given up."""
