@@ -6,9 +6,9 @@ A cell of real processes (four simulated units at 20 ms a token, placement, one 
 streams at a time, each a greedy answer that is known from an undisturbed run. Meanwhile, N times each:
 
   kill       SIGKILL of a unit's process, which is then started again
-  freeze     SIGSTOP of a unit's process for two seconds
+  freeze     SIGSTOP of a unit's process for a second and a half
   cut        the sockets between gateway and unit are reset
-  hole       nothing passes between gateway and unit for two seconds, and nothing is refused
+  hole       nothing passes between gateway and unit for as long, and nothing is refused
   drain      the unit is drained, as by `grid drain`, and taken back
   placement  SIGKILL of the placement actor
   calm       nothing: the baseline, in the same minutes
@@ -52,6 +52,7 @@ import importlib.util  # noqa: E402
 from gateway.redis_server import EmbeddedRedis  # noqa: E402
 from gateway.trust.keyfiles import LINK_KEY_FILE, read_or_make_secret, secret_path  # noqa: E402
 from grid.config import Config  # noqa: E402
+from grid.engines.models import TINY_RANDOM  # noqa: E402
 from grid.hardware import catalogue  # noqa: E402
 from grid.words import Precision  # noqa: E402
 
@@ -67,7 +68,7 @@ PACE_MS = 20.0
 TOKENS = 150
 VLLM_STREAMS = 4
 VLLM_TOKENS = 120
-FAULT_S = 2.0
+FAULT_S = 1.5
 """How long a unit stays frozen or behind a black hole: long past the second after which its link is cut."""
 SETTLE_S = 0.5
 WARM_S = 4.0
@@ -289,9 +290,10 @@ def vllm_cell(folder: Path) -> Config:
     model = {
         "name": "tiny",
         "engine": "vllm",
-        "source": "random:tiny",
+        "source": TINY_RANDOM,
         "precision": "fp32",
-        "context_tokens": 512,
+        "context_tokens": 1024,
+        "kv_cache_mb": 64,
         "max_running": 8,
         "min_units": 2,
         "max_units": 2,
@@ -299,7 +301,8 @@ def vllm_cell(folder: Path) -> Config:
     return Config.model_validate({"cell": {"name": "chaos", "state_dir": str(folder)}, "models": [model]})
 
 
-async def measure(folder: Path, kinds: list[str], injections: int, *, vllm: bool) -> dict[str, Any]:
+async def measure(folder: Path, arguments: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
+    vllm, injections = arguments.vllm, arguments.injections
     config = vllm_cell(folder) if vllm else simulated_cell(folder)
     model = config.models[0].name
     read_or_make_secret(secret_path(folder, LINK_KEY_FILE))
@@ -316,7 +319,7 @@ async def measure(folder: Path, kinds: list[str], injections: int, *, vllm: bool
             await chaos.ready()
             readers = Readers(cell, keys["tenant_key"], model, streams, tokens)
             await readers.learn()
-            rows = {}
+            rows: dict[str, Any] = {}
             for kind in kinds:
                 readers.answers.clear()
                 hurt = getattr(chaos, kind.replace("-", "_"))
@@ -325,6 +328,8 @@ async def measure(folder: Path, kinds: list[str], injections: int, *, vllm: bool
                     await inject(chaos, hurt, injections)
                 rows[kind] = row(readers, injections)
                 print(line(kind, rows[kind]), flush=True)
+                if arguments.json:
+                    keep(rows, arguments.json)
                 await chaos.ready()
             return rows
     finally:
@@ -367,6 +372,16 @@ def spread(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     at = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     return {name: round(ordered[min(int(len(ordered) * q), len(ordered) - 1)], 1) for name, q in at.items()}
+
+
+def keep(rows: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Write the rows beside those of other kinds that the file holds, and return all."""
+    held = json.loads(path.read_text()) if path.is_file() else {"kinds": {}}
+    held["kinds"] |= rows
+    held["machine"] = f"{os.cpu_count()} CPUs, {platform.machine()}"
+    path.write_text(json.dumps(held, indent=1))
+    kinds: dict[str, Any] = held["kinds"]
+    return kinds
 
 
 HEAD = (
@@ -423,19 +438,13 @@ def main() -> None:
     kinds = arguments.only.split(",") if arguments.only else list(VLLM if arguments.vllm else SIMULATED)
     print(HEAD)
     with tempfile.TemporaryDirectory(prefix="zgb-") as folder:
-        rows = asyncio.run(measure(Path(folder), kinds, arguments.injections, vllm=arguments.vllm))
+        rows = asyncio.run(measure(Path(folder), arguments, kinds))
     for kind, target_ms in TARGETS_MS.items():
         if kind in rows and rows[kind]["gap_ms"]:
             reached = rows[kind]["gap_without_prefill_ms"]["p99"] < target_ms
             print(f"{kind}: p99 below {target_ms:.0f} ms without prefill: {'yes' if reached else 'no'}")
-    if arguments.json:
-        held = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {"kinds": {}}
-        held["kinds"] |= rows
-        held["machine"] = f"{os.cpu_count()} CPUs, {platform.machine()}"
-        arguments.json.write_text(json.dumps(held, indent=1))
-        rows = held["kinds"]
     if arguments.plot:
-        plot(rows, arguments.plot)
+        plot(keep(rows, arguments.json) if arguments.json else rows, arguments.plot)
 
 
 if __name__ == "__main__":

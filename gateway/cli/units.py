@@ -49,7 +49,7 @@ def drain(
     grid: Grid,
     as_json: AsJson = False,
 ) -> None:
-    """Take a unit out of work: nothing new goes to it, what runs ends by itself. It stays loaded."""
+    """Take a unit out of work: nothing new goes to it, what runs moves on or ends. It stays loaded."""
     if undo and restart:
         raise InvalidRequest("--undo and --restart exclude each other", param="undo")
     chosen = named(grid.units(), target)
