@@ -286,7 +286,11 @@ class SessionMachine(RuleBasedStateMachine):
             assert not open_reservations, "no reservation outlives its stream"
             assert len(self.ends) == (0 if self.gone else 1)
         else:
-            assert open_reservations == {f"r/{each.number}" for each in self.live.values() if each.unit_id}
+            placed = {f"r/{each.number}" for each in self.live.values() if each.unit_id}
+            # A tail may wait for its latency bound when its unit is through.
+            assert open_reservations == placed or (
+                self.session.phase is Phase.ENDING and not open_reservations
+            )
             assert not self.ends
 
     @invariant()
@@ -318,5 +322,5 @@ def stopped(text: str, stops: tuple[str, ...]) -> str:
     return text
 
 
-SessionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+SessionMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestSession = SessionMachine.TestCase
