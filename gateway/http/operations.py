@@ -75,7 +75,7 @@ async def list_units(call: InCall) -> Json:
     openapi_extra=body(DrainOrder),
 )
 async def drain_unit(call: InCall, unit_id: str) -> Json:
-    """Let a unit take no new work, or take it again; what runs moves to other units or ends. The operator's."""
+    """Let a unit take no new work, or take it again; what runs moves on or ends. The operator's."""
     call.require_operator()
     order = parse(DrainOrder, await call.body() or b"{}")
     if order.restart and not order.draining:
