@@ -51,6 +51,15 @@ class Gateway(Section):
     """Absent: plain HTTP."""
 
 
+class Targets(Section):
+    ttft_ms: float = Field(2000.0, gt=0)
+    """First token, as clients see it; a unit where it is at risk is avoided."""
+    ttft_ms_per_prompt_token: float = Field(0.25, ge=0)
+    """More for each token of the prompt."""
+    tpot_ms: float = Field(100.0, gt=0)
+    """Mean gap between tokens."""
+
+
 class Placement(Section):
     lease_s: float = Field(30.0, gt=0)
     """A reservation that nobody renews or settles is dropped after this."""
@@ -64,6 +73,10 @@ class Placement(Section):
     """Requests that wait in all; each takes about 2 KB."""
     queue_max_per_tenant: int = Field(2_000, ge=1, le=1_000_000)
     """Requests that wait of one tenant."""
+    targets: Targets = Targets()
+    """Latencies that users of the cell expect."""
+    round_trip_ms: dict[str, Annotated[float, Field(ge=0, lt=60_000)]] = Field(default_factory=dict)
+    """Region to the round trip from the cell's own, where units stand in several; others count as near."""
     isolated_share_max: float = Field(0.5, ge=0, le=1)
     """Of a model's capacity, the share that may be isolated at once for failing; one unit always goes on,
     unless it answers nothing at all."""

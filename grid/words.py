@@ -239,6 +239,8 @@ class PlacementRequest(NamedTuple):
     prefer_fingerprint: str = ""
     """The variant that a greedy answer began on: on its units the text goes on as it would have there, so
     they come before all others, of whatever region. A preference: any unit of the model can go on with it."""
+    origin_region: str = ""
+    """Where its gateway stands; "" for the cell's own region."""
 
     @property
     def reservation_id(self) -> str:
@@ -267,6 +269,8 @@ class Candidate(NamedTuple):
     """Predicted: the request's share of the unit's step time, weighted by `cu_factor`."""
     cached_tokens: int = 0
     """Predicted: of the prompt, what the unit's prefix cache holds; `prefill_ms` is without it."""
+    others_ms: float = 0.0
+    """What choosing it costs beside the request's own time: delay of others there, and targets at risk."""
 
     @property
     def ttft_ms(self) -> float:

@@ -5,6 +5,7 @@
   + prefill   what of our own prompt is not in the unit's prefix cache, and the step of the first token
   + decode    the rest of the expected output, at the step time of the batch that we would join
   + pressure  the chance that a full KV cache evicts us, times the work to do again
+  + others    what we do to those on the unit, and the price of targets that are missed (`targets.py`)
 
 Speeds and lengths are the learned ones (`speeds.py`, `lengths.py`).
 """
@@ -21,7 +22,8 @@ from grid.words import PlacementRequest
 from placement.columns import Columns, Floats, Ints
 from placement.lengths import Forecast
 from placement.reports import MAX_COUNT
-from placement.speeds import Speeds
+from placement.speeds import Speeds, prompt_work
+from placement.targets import MISS_MS, NO_TARGETS, Targets, others_ms
 
 ROUND_TRIP_MS = 0.3
 """Submit and first frame between two processes of one cell, measured on loopback."""
@@ -93,8 +95,8 @@ def weigh(
 class Costs(NamedTuple):
     """One array a part, one entry a row that was asked for."""
 
-    network_ms: float
-    """The same for all."""
+    network_ms: float | Floats
+    """One number where it is the same for all."""
     queue_ms: Floats
     prefill_ms: Floats
     decode_ms: Floats
@@ -103,17 +105,20 @@ class Costs(NamedTuple):
     total_ms: Floats
     most_ms: float
     """The largest total."""
+    others_ms: Floats | None
+    """None where there are no targets."""
     cached_tokens: Floats | None
     """Of the prompt, in the units' prefix caches; None where no unit holds any."""
 
-    def parts_ms(self, index: int) -> tuple[float, float, float, float, float]:
-        """Return network, queue, prefill, decode and pressure of one entry."""
+    def parts_ms(self, index: int) -> tuple[float, float, float, float, float, float]:
+        """Return network, queue, prefill, decode, pressure and others of one entry."""
         return (
-            self.network_ms,
+            self.network_ms if isinstance(self.network_ms, float) else self.network_ms.item(index),
             self.queue_ms.item(index),
             self.prefill_ms.item(index),
             self.decode_ms.item(index),
             0.0 if self.pressure_ms is None else self.pressure_ms.item(index),
+            0.0 if self.others_ms is None else self.others_ms.item(index),
         )
 
 
@@ -123,11 +128,14 @@ def predict(
     columns: Columns,
     rows: Ints,
     cached_tokens: Floats | None = None,
+    *,
+    round_trip_ms: Floats | None = None,
+    targets: Targets = NO_TARGETS,
 ) -> Costs:
     """Return the predicted costs of `request` on the units at `rows` (ascending, one or more).
 
     `cached_tokens`, one for each row of the fleet, says what they hold of the prompt, by the gateway's
-    estimate of tokens; it is used up.
+    estimate of tokens; it is used up. `round_trip_ms` says how far each is, None where all are near.
 
     Asserts that every part is finite and none negative. What is rare (no free slot, no free memory) is
     worked out only when some unit has it: on a small fleet a decision's time is the count of its array
@@ -146,10 +154,11 @@ def predict(
     step_ms += next_step_ms
     prefill_ms = first_steps * step_ms
     if cached_tokens is None:
-        prefill_ms += prefill_ms_per_token * prompt_tokens(request, forecast)
+        prefill_ms += prefill_ms_per_token * prompt_work(prompt_tokens(request, forecast), 0.0)
     else:
         cached_tokens *= forecast.prompt_scale
-        prefill_ms += prefill_ms_per_token * (request.prompt_tokens * forecast.prompt_scale - cached_tokens)
+        scaled_tokens = request.prompt_tokens * forecast.prompt_scale
+        prefill_ms += prefill_ms_per_token * prompt_work(scaled_tokens, cached_tokens)
     decode_ms = step_ms * (tokens - 1)
     if np.count_nonzero(crowd):
         # With all slots taken, one frees each time a request ends: all of them in the time of an answer.
@@ -160,13 +169,36 @@ def predict(
     pressure_ms = _pressure_ms(columns, rows, kv_with_us, prefill_ms_per_token)
     if pressure_ms is not None:
         total_ms += pressure_ms
-    total_ms += ROUND_TRIP_MS
+    network_ms: float | Floats = ROUND_TRIP_MS
+    if round_trip_ms is not None:
+        network_ms = round_trip_ms if len(rows) == columns.size else round_trip_ms[rows]
+    total_ms += network_ms
+    others = None
+    if targets is not NO_TARGETS:
+        work_ms = prefill_ms - first_steps * step_ms
+        others = others_ms(
+            targets,
+            request.prompt_tokens,
+            forecast.short_tokens,
+            network_ms + queue_ms + prefill_ms,
+            step_ms,
+            queue_ms + work_ms,
+            work_ms,
+            prefill_ms_per_token,
+            columns.load if len(rows) == columns.size else columns.load[rows],
+        )
+        if kv_with_us > np.minimum.reduce(columns.context_tokens):
+            # A prompt's length is an estimate, so this is no filter: the unit may still be the only one.
+            others += MISS_MS * (columns.context_tokens[rows] < kv_with_us)
+        total_ms += others
     least_ms, most_ms = np.minimum.reduce(total_ms), np.maximum.reduce(total_ms)
     # A part that is not a number makes both of them none.
     assert least_ms >= 0.0, "a cost is negative or not a number"
     assert most_ms < math.inf, "a cost is not a finite number"
     return Costs(
-        ROUND_TRIP_MS, queue_ms, prefill_ms, decode_ms, pressure_ms, total_ms, most_ms, cached_tokens
+        *(network_ms, queue_ms, prefill_ms, decode_ms, pressure_ms, total_ms, most_ms),
+        others,
+        cached_tokens,
     )
 
 

@@ -95,7 +95,11 @@ def decide(
 def price(request: PlacementRequest, view: View, forecast: Forecast, rows: Ints) -> cost.Costs:
     """Return what the request would cost on the units at `rows` as they are now."""
     cached_tokens = view.prefixes.match(request.prefix, request.prompt_tokens) if request.prefix else None
-    return cost.predict(request, forecast, view.columns, rows, cached_tokens)
+    return cost.predict(
+        *(request, forecast, view.columns, rows, cached_tokens),
+        round_trip_ms=view.round_trip_ms(request),
+        targets=view.rules.targets,
+    )
 
 
 def _check(request: PlacementRequest) -> None:
@@ -114,9 +118,9 @@ def _keys(question: Question, rows: Ints, costs: cost.Costs) -> Floats:
     if not preferred and not fingerprint:
         return total_ms
     tier = region_tiers(view, preferred)[rows]
-    longest_ms = view.rules.prefer_region_wait_ms - costs.network_ms
-    if preferred and np.maximum.reduce(costs.queue_ms) > longest_ms:
-        tier[costs.queue_ms > longest_ms] = len(preferred) + 1
+    wait_ms, longest_ms = costs.queue_ms + costs.network_ms, view.rules.prefer_region_wait_ms
+    if preferred and np.maximum.reduce(wait_ms) > longest_ms:
+        tier[wait_ms > longest_ms] = len(preferred) + 1
     if fingerprint:
         tier[other_variants(view, fingerprint)[rows]] += len(preferred) + 2
     tier *= costs.most_ms + 1.0
@@ -164,7 +168,7 @@ def _best_first(key: Floats, count: int, rng: random.Random) -> list[int]:
 
 def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate:
     card, load = view.units[row].card, view.columns.load.item(row)
-    network_ms, queue_ms, prefill_ms, decode_ms, pressure_ms = costs.parts_ms(index)
+    network_ms, queue_ms, prefill_ms, decode_ms, pressure_ms, others_ms = costs.parts_ms(index)
     # Units split a step's time evenly over its batch.
     share_ms = (prefill_ms + decode_ms) / min(load + 1, card.max_running)
     return Candidate(
@@ -185,6 +189,7 @@ def _candidate(view: View, row: int, costs: cost.Costs, index: int) -> Candidate
         card.cu_factor,
         share_ms * card.cu_factor / 1e3,
         0 if costs.cached_tokens is None else int(costs.cached_tokens[index]),
+        others_ms,
     )
 
 

@@ -50,7 +50,8 @@ from placement.prefixes import Prefixes, UnitPrefixes
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
 from placement.samples import Batch
-from placement.speeds import Speeds, UnitSpeed
+from placement.speeds import Speeds, UnitSpeed, prompt_work
+from placement.targets import Targets
 
 MAX_UNITS = 100_000
 """Ten times what one cell is built for; beyond it, registration is refused."""
@@ -71,16 +72,23 @@ class Rules:
     lease_s: float = 30.0
     stale_after_s: float = 0.5
     prefer_region_wait_ms: float = 2000.0
+    round_trip_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of a gateway's region to those of units; "" stands for the cell's own. What is not here is near."""
+    targets: Targets = Targets()  # noqa: RUF009 - it is immutable
     isolated_share_max: float = 0.5
 
     @classmethod
     def of(cls, config: Config) -> Rules:
+        placement = config.placement
+        targets = placement.targets
         return cls(
             aliases={name: alias.model for name, alias in config.aliases.items()},
             lease_s=config.placement.lease_s,
             stale_after_s=config.placement.stale_after_ms / 1e3,
             prefer_region_wait_ms=config.placement.prefer_region_wait_ms,
             isolated_share_max=config.placement.isolated_share_max,
+            round_trip_ms={"": placement.round_trip_ms} if placement.round_trip_ms else {},
+            targets=Targets(targets.ttft_ms, targets.ttft_ms_per_prompt_token, targets.tpot_ms),
         )
 
     def model(self, name: str) -> str:
@@ -440,7 +448,7 @@ class View:
         observed_s = self._clock.read(now_s)
         kv_tokens_total = self.columns.kv_tokens_total.item(row)
         forecast = self.forecast(request)
-        scale = forecast.prompt_scale
+        scale, trips_ms = forecast.prompt_scale, self.round_trip_ms(request)
         reuse = self.prefixes.placed(
             unit.prefixes, request.prefix, request.prompt_tokens, kv_tokens_total, scale
         )
@@ -449,7 +457,8 @@ class View:
             unit_id=unit_id,
             incarnation=card.incarnation,
             holder=holder,
-            prompt_tokens=round((request.prompt_tokens - reuse.tokens) * scale),
+            prompt_tokens=round(prompt_work(request.prompt_tokens * scale, reuse.tokens * scale)),
+            network_ms=cost.ROUND_TRIP_MS if trips_ms is None else trips_ms.item(row),
             kv_tokens=cost.kv_tokens(request, forecast),
             made_s=observed_s,
             expires_s=observed_s + self.rules.lease_s,
@@ -501,6 +510,11 @@ class View:
         if spent_flaw(spent):
             self.dropped["bad_figures"] += 1
             return
+        # What the way takes says nothing of the unit.
+        way_ms = reservation.network_ms
+        spent = spent._replace(
+            ttft_ms=max(spent.ttft_ms - way_ms, 0.0), total_ms=max(spent.total_ms - way_ms, 0.0)
+        )
         if row is not None:
             self._cached(reservation, row, spent, answer_prefix)
         speed = here = None
@@ -593,6 +607,16 @@ class View:
     def forecast(self, request: PlacementRequest) -> Forecast:
         """Return how long the answer to `request` is expected to be, were it not cut off."""
         return self._learning.forecast(request, self.rules.model(request.model))
+
+    def round_trip_ms(self, request: PlacementRequest) -> Floats | None:
+        """Return the round trips from the request's gateway, one a unit; None where all are near."""
+        known = self.rules.round_trip_ms.get(request.origin_region)
+        if known is None:
+            return None
+        return self.remembered(
+            ("round trips", request.origin_region),
+            lambda: np.array([known.get(unit.card.region, cost.ROUND_TRIP_MS) for unit in self.units]),
+        )
 
     def row(self, unit_id: str) -> int | None:
         return self._rows.get(unit_id)

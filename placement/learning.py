@@ -118,4 +118,5 @@ def _ran(lesson: Lesson, spent: Spent, left: Here) -> Ran:
         token_ms=between_ms / (tokens - 1) if tokens >= MIN_OUTPUT_TOKENS else 0.0,
         batch=(lesson.batch + min(left.load, left.max_running)) / 2,
         kv_tokens=(lesson.kv_tokens + left.kv_tokens) / 2,
+        cached_tokens=spent.cached_tokens,
     )

@@ -53,6 +53,10 @@ EXPECTED_OUTPUT_TOKENS = 256
 
 COVERAGE = 0.9
 
+SHORT = 0.25
+"""A quarter of the answers are short: what stops a unit for a while shows most in their gaps between
+tokens."""
+
 REDISTRIBUTIONS = 4
 """Rounds of spreading what was cut off; each begins with what the last refresh found."""
 
@@ -70,6 +74,8 @@ class Forecast(NamedTuple):
     """COVERAGE of the answers are expected to be no longer than this."""
     prompt_scale: float = 1.0
     """Tokens of a prompt for each that the gateway estimates."""
+    short_tokens: int = 1
+    """SHORT of the answers are expected to be no longer than this."""
 
 
 class Prompt(NamedTuple):
@@ -107,13 +113,19 @@ def _prior() -> Floats:
     return np.diff([0.0, *map(below, _EDGES)])
 
 
-def _quantile(shares: Floats) -> int:
-    """Return the least length that COVERAGE of the answers don't exceed, taking a bin for evenly spread."""
+def _quantile(shares: Floats, coverage: float) -> int:
+    """Return the least length that `coverage` of the answers don't exceed, taking a bin for evenly spread."""
     below = np.cumsum(shares)
-    at = min(int(np.searchsorted(below, COVERAGE)), len(_EDGES) - 1)
+    at = min(int(np.searchsorted(below, coverage)), len(_EDGES) - 1)
+    if at == 0:
+        return _EDGES[0]
     shortest, longest = _EDGES[at - 1] + 1, _EDGES[at]
-    part = (COVERAGE - float(below[at - 1])) / float(shares[at])
+    part = (coverage - float(below[at - 1])) / float(shares[at])
     return min(longest, shortest + int(part * (longest - shortest + 1)))
+
+
+def _forecast(mean_tokens: float, shares: Floats, scale: float) -> Forecast:
+    return Forecast(mean_tokens, _quantile(shares, COVERAGE), scale, _quantile(shares, SHORT))
 
 
 class _Group:
@@ -169,7 +181,7 @@ class _Group:
         # Prompts of a kind have much the same scale: a first one says as much as all others'.
         scale = (self.mass * scale + self.weight * wider.prompt_scale) / (self.mass + self.weight)
         scale = min(max(scale, 1 / MAX_SCALE), MAX_SCALE)
-        self.forecast = Forecast(mean_tokens, _quantile(self.shares), scale)
+        self.forecast = _forecast(mean_tokens, self.shares, scale)
         self.until = self.answers + 1 + min(int(self.answers * REFRESH_SHARE), MAX_REFRESH_ANSWERS)
 
 
@@ -192,7 +204,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._groups: OrderedDict[Key, _Group] = OrderedDict()
         self._prior = _prior()
-        self.unknown = Forecast(float(EXPECTED_OUTPUT_TOKENS), _quantile(self._prior))
+        self.unknown = _forecast(float(EXPECTED_OUTPUT_TOKENS), self._prior, 1.0)
         """What is expected before anything was learned."""
 
     def __len__(self) -> int:

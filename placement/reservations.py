@@ -24,13 +24,15 @@ class Reservation:
     holder: int
     """Link of the gateway that it was made for."""
     prompt_tokens: int
-    """To compute: without what its unit's prefix cache should hold."""
+    """To compute, as `speeds.prompt_work`: without what its unit's prefix cache should hold."""
     kv_tokens: int
     made_s: float
     expires_s: float
     lesson: Lesson
     prefix: tuple[int, ...] = ()
     reuse: Reuse = NO_REUSE
+    network_ms: float = 0.0
+    """The way there and back, which its figures hold."""
     seen: bool = False
     """The unit's newest sample held it, so that sample's counts include it."""
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from grid.hardware import catalogue
 from grid.words import Precision, UnitCard
+from placement.columns import Floats
 from placement.factors import DRIFT, Factor, TwoTerms, learn
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1_000.0
@@ -37,6 +38,11 @@ REMEMBERED_TOKENS = 100_000.0
 MAX_PROMPT_PER_OUTPUT = 1_000.0
 """Embedding-like work aside, more is an error; the prefix cache keeps real work far below."""
 
+ATTENTION_TOKENS = 90_000
+"""Prompts so long take as long for their attention as for all else. Measured kernels: 85,000 to 91,000 for
+the shapes of an 8B model on H100; larger models have more, which what is learned of a kind's prefill takes
+up."""
+
 REQUEST_NOISE = 0.25
 """Of one request's time around what its batch explains, because the batch changed while it ran."""
 
@@ -51,6 +57,17 @@ COMMON = 0.005
 
 MAX_KINDS = 1_024
 """Kinds without a unit are kept for its return, up to here; the oldest make room."""
+
+
+Tokens = TypeVar("Tokens", float, Floats)
+
+
+def prompt_work(prompt_tokens: float, cached_tokens: Tokens) -> Tokens:
+    """Return what of a prompt is to compute beyond its cached beginning, as tokens of a short prompt.
+
+    Each token attends to all before it, so the later ones of a long prompt are more work.
+    """
+    return (prompt_tokens - cached_tokens) * (1.0 + (prompt_tokens + cached_tokens) / ATTENTION_TOKENS)
 
 
 class Speeds(NamedTuple):
@@ -82,6 +99,8 @@ class Ran(NamedTuple):
     """Mean time between tokens; 0 where too few came."""
     batch: float
     kv_tokens: float
+    cached_tokens: int = 0
+    """Of the prompt, beside `prompt_tokens`, which were computed."""
 
 
 class _Prior(NamedTuple):
@@ -191,7 +210,8 @@ class UnitSpeed:
             learn(kind.decode, self._decode, kind.prior.step_ms, load_ms, ran.token_ms, REQUEST_NOISE)
         if ran.ttft_ms > 0:
             step_ms = kind.decode.predict(kind.prior.step_ms, load_ms) * math.exp(self._decode.log)
-            prompt_ms = kind.prior.prefill_ms_per_token * ran.prompt_tokens
+            whole_tokens = ran.prompt_tokens + ran.cached_tokens
+            prompt_ms = kind.prior.prefill_ms_per_token * prompt_work(whole_tokens, ran.cached_tokens)
             learn(kind.prefill, self._prefill, step_ms, prompt_ms, ran.ttft_ms, REQUEST_NOISE)
         self._learner.learned(self)
 

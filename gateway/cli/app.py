@@ -25,6 +25,7 @@ COMMANDS = (
     top.top,
     units.drain,
     simulate.simulate,
+    simulate.plan,
 )
 for command in COMMANDS:
     app.command()(command)

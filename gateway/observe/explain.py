@@ -151,6 +151,7 @@ def candidate_view(candidate: Candidate) -> dict[str, Any]:
         "total_ms": round(candidate.total_ms, 3),
         "cu_seconds": round(candidate.cu_seconds, 6),
         "cached_tokens": candidate.cached_tokens,
+        "others_ms": round(candidate.others_ms, 3),
     }
 
 

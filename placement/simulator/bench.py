@@ -20,7 +20,7 @@ from placement.simulator.geography import Origins, RoundTrips, read_origins, rea
 from placement.simulator.hardware import read_gpus, read_kernels
 from placement.simulator.policies import POLICIES
 from placement.simulator.policies.outstanding import LeastOutstanding
-from placement.simulator.traces import REQUESTS_A_UNIT, Trace, offered, read_trace
+from placement.simulator.traces import Trace, least_count, offered, read_trace
 from placement.simulator.world import Run, UnitPlan, World
 
 TARGET = 0.95
@@ -52,7 +52,7 @@ class Bench:
     slo: Slo
 
     def run(self, job: Job) -> Run:
-        rows = self.trace.rows(REQUESTS_A_UNIT * len(self.fleet), random.Random(f"{job.seed} trace"))
+        rows = self.trace.rows(least_count(len(self.fleet), job.rps), random.Random(f"{job.seed} trace"))
         requests = offered(rows, job.rps, self.origins, random.Random(f"{job.seed} origins"))
         return World(self.fleet, self.trips, requests, POLICIES[job.policy], job.seed).run()
 
@@ -65,7 +65,8 @@ def open_bench(data: Path, trace: Path, fleet: Path, slo: Slo) -> Bench:
     trips = read_round_trips(data)
     file = read_fleet(fleet)
     units = plan_units(file, fleet, read_gpus(data), read_kernels(data), trips)
-    return Bench(file.name, tuple(units), read_trace(trace), trips, read_origins(data), slo)
+    origins = read_origins(data)
+    return Bench(file.name, tuple(units), read_trace(trace, origins), trips, origins, slo)
 
 
 Told = Callable[[Job], None]

@@ -71,7 +71,7 @@ class Client(NamedTuple):
 FIELDS = ("input_tokens", "output_tokens")
 
 
-def read_servegen(path: Path) -> Trace:
+def read_servegen(path: Path, origins: Origins) -> Trace:
     """Return the service whose rates lie at `path`; its lengths lie beside it as `…_lengths.csv`."""
     lengths_path = path.with_name(path.name.split("_day")[0] + "_lengths.csv")
     lengths: dict[str, dict[str, list[tuple[float, Quantiles]]]] = defaultdict(lambda: defaultdict(list))
@@ -101,18 +101,16 @@ def read_servegen(path: Path) -> Trace:
         )
     left_out = len(windows) - len(clients)
     note = f"{left_out} clients without lengths left out" if left_out else ""
-    return Trace(path.stem, lambda least, rng: generate(clients, least, rng), note)
+    return Trace(path.stem, lambda least, rng: generate(clients, least, rng, origins), note)
 
 
-def generate(
-    clients: list[Client], count: int, rng: random.Random, origins: Origins | None = None
-) -> list[Row]:
+def generate(clients: list[Client], count: int, rng: random.Random, origins: Origins) -> list[Row]:
     """Return about `count` requests of one day, in order."""
     total = sum(window.rate_rps * WINDOW_S for client in clients for window in client.windows)
     thin = count / total
     rows: list[Row] = []
     for client in clients:
-        region = origins.draw(rng) if origins else rng.choice(sorted(UTC_OFFSET_H))
+        region = origins.draw(rng)
         shift_s = (FILE_OFFSET_H - UTC_OFFSET_H[region]) * 3600.0
         for at_s in _arrivals(client.windows, thin, rng):
             prompt = client.quantiles(FIELDS[0], at_s).draw(rng)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from placement.simulator.hardware import CONTEXT_TOKENS
 from placement.simulator.world import Request
 
 REQUESTS_A_UNIT = 200
-"""A run is at least so long, or the fleet would never be in a steady state."""
+LEAST_SPAN_S = 60.0
+"""A run has at least so many requests and lasts so long: with less the fleet would never be in a steady
+state."""
 
 MAX_TOKENS = 1 << 24
 """Of one prompt or answer: anything beyond is a mistake in the file."""
@@ -136,8 +139,11 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def read_trace(path: Path) -> Trace:
-    """Return the trace at `path`, its format by its ending and header. Raises InvalidRequest."""
+def read_trace(path: Path, origins: Origins) -> Trace:
+    """Return the trace at `path`, its format by its ending and header. Raises InvalidRequest.
+
+    `origins` are where clients of a generated trace live.
+    """
     if path.suffix in (".jsonl", ".json"):
         return _whole(path, _mooncake(path))
     if path.suffix == ".csv":
@@ -146,7 +152,7 @@ def read_trace(path: Path) -> Trace:
         if "rate_rps" in header:
             from placement.simulator.servegen import read_servegen
 
-            return read_servegen(path)
+            return read_servegen(path, origins)
         return _whole(path, _azure(path))
     raise InvalidRequest(
         f"{path}: the format is unknown: it should be a .csv (Azure or ServeGen rates) or .jsonl "
@@ -199,6 +205,10 @@ def _whole(path: Path, read: Iterator[Row]) -> Trace:
         else ""
     )
     return Trace(path.stem, lambda least, rng: replicate(rows, least, rng), note)
+
+
+def least_count(units: int, rps: float) -> int:
+    return max(REQUESTS_A_UNIT * units, math.ceil(LEAST_SPAN_S * rps))
 
 
 def replicate(rows: list[Row], least: int, rng: random.Random) -> list[Row]:

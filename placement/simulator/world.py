@@ -118,7 +118,10 @@ class World:
             UnitInfo(number, plan.gpu.name, plan.region, plan.gpu.kv_tokens, plan.context_tokens, MAX_RUNNING)
             for number, plan in enumerate(fleet)
         )
-        self._policy = make_policy(Setting(infos, trips.ms, self._home), random.Random(f"{seed} policy"))
+        origins = tuple(sorted({request.origin for request in requests}))
+        self._policy = make_policy(
+            Setting(infos, trips.ms, origins, self._home), random.Random(f"{seed} policy")
+        )
         self._heap: list[tuple[float, int, int, Any, int]] = []
         self._pushed = 0
         self._dispatched_s: list[float] = [-1.0] * len(requests)

@@ -168,6 +168,7 @@ CANDIDATE = Candidate(
     cu_factor=3.2,
     cu_seconds=0.75,
     cached_tokens=512,
+    others_ms=8.25,
 )
 REQUEST = PlacementRequest(
     request_id="req_1",
@@ -192,6 +193,7 @@ REQUEST = PlacementRequest(
     prefix=(1 << 63, 7),
     priority=-1,
     prefer_fingerprint="vllm-0.32.0/cpu/fp32/0a1b",
+    origin_region="eu-central-1",
 )
 DECISION = Decision(
     reservation_id="req_1/answer/1",

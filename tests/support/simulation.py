@@ -77,7 +77,7 @@ def setting(units: int = 4, regions: Sequence[str] = ("us-east-1",), context: in
         UnitInfo(unit, "H100-SXM", regions[unit % len(regions)], 400_000, context, 256)
         for unit in range(units)
     )
-    return Setting(infos, TRIPS.ms, "us-east-1")
+    return Setting(infos, TRIPS.ms, REGIONS, "us-east-1")
 
 
 class Driver:

@@ -25,7 +25,7 @@ def choose(view: View, request: PlacementRequest, *, seed: int = 0, now_s: float
 
 def predict(view: View, request: PlacementRequest, row: int = 0) -> dict[str, float]:
     costs = cost.predict(request, view.forecast(request), view.columns, np.array([row]))
-    names = ("network_ms", "queue_ms", "prefill_ms", "decode_ms", "pressure_ms")
+    names = ("network_ms", "queue_ms", "prefill_ms", "decode_ms", "pressure_ms", "others_ms")
     assert sum(costs.parts_ms(0)) == pytest.approx(costs.total_ms[0])
     return dict(zip(names, costs.parts_ms(0), strict=True))
 
@@ -48,6 +48,7 @@ def test_cost_of_a_lone_request_is_its_prefill_and_its_decode() -> None:
         "prefill_ms": pytest.approx(100.0 + step),
         "decode_ms": pytest.approx(49 * step),
         "pressure_ms": 0.0,
+        "others_ms": 0.0,
     }
 
 

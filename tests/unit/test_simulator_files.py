@@ -15,6 +15,8 @@ from placement.simulator.geography import Origins
 from placement.simulator.servegen import Quantiles
 from placement.simulator.traces import Row, offered, read_trace, replicate
 
+HERE = Origins([("us-east-1", 1.0)])
+
 FLEET = """\
 name: pair
 model: llama-3.1-8b
@@ -70,10 +72,10 @@ def test_the_formats_are_read(tmp_path: Path) -> None:
         '{"timestamp": 3000, "input_length": 600, "output_length": 4, "hash_ids": [0, 2]}\n'
         '{"timestamp": 4000, "input_length": 150000, "output_length": 4, "hash_ids": [3]}\n'
     )
-    rows = read_trace(azure).rows(1, random.Random(1))
+    rows = read_trace(azure, HERE).rows(1, random.Random(1))
     assert [(row.prompt_tokens, row.output_tokens) for row in rows] == [(4808, 10), (110, 27)]
     assert rows[1].at_s == pytest.approx(2.0)
-    trace = read_trace(mooncake)
+    trace = read_trace(mooncake, HERE)
     assert [row.blocks for row in trace.rows(1, random.Random(1))] == [(0, 1), (0, 2)]
     assert trace.note.startswith("1 requests beyond the model's context")
 
@@ -101,13 +103,13 @@ def test_a_mistake_in_a_trace_is_named(tmp_path: Path, name: str, text: str, sai
     path.write_text(text)
     (tmp_path / "r.csv_lengths.csv").write_text("client,t_s,field,p50,p90,p99\n1,0,input_tokens,5,6,7\n")
     with pytest.raises(InvalidRequest) as caught:
-        read_trace(path).rows(10, random.Random(1))
+        read_trace(path, HERE).rows(10, random.Random(1))
     assert said in caught.value.message
 
 
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be read"):
-        read_trace(tmp_path / "none.jsonl")
+        read_trace(tmp_path / "none.jsonl", HERE)
 
 
 def test_a_trace_is_replicated_with_prefixes_of_its_own() -> None:
@@ -122,7 +124,7 @@ def test_a_trace_is_replicated_with_prefixes_of_its_own() -> None:
 
 def test_time_is_scaled_to_the_offered_rate() -> None:
     rows = [Row(at * at * 1.0, "", 10, 10) for at in range(50)]
-    made = offered(rows, 5.0, Origins([("us-east-1", 1.0)]), random.Random(1))
+    made = offered(rows, 5.0, HERE, random.Random(1))
     assert made[-1].arrival_s == pytest.approx(10.0)
     gaps = [after.arrival_s - before.arrival_s for before, after in itertools.pairwise(made)]
     # The shape is kept: gaps grow as the trace's do.

@@ -59,6 +59,9 @@ class CandidateView(Shape):
     cached_tokens: int = Field(
         description="of the prompt, what its prefix cache should hold; not in prefill_ms"
     )
+    others_ms: float = Field(
+        description="delay of others there and latency targets at risk: counts in the choice, not in total_ms"
+    )
 
 
 class RejectionView(Shape):

@@ -23,6 +23,8 @@ class Setting:
     units: tuple[UnitInfo, ...]
     round_trip_ms: RoundTripMs
     """Between two regions."""
+    origins: tuple[str, ...]
+    """Regions that clients come from."""
     home: str
     """Where the policy stands: reports come here."""
 

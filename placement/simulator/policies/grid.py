@@ -11,13 +11,15 @@ import random
 from collections.abc import Sequence
 from typing import ClassVar
 
-from grid.errors import Saturated
 from grid.hardware import catalogue
 from grid.words import Decision, PlacementRequest, Precision, Task, UnitCard, UnitLoad, UnitState
 from placement.decide import decide
+from placement.dispatch import Answer
+from placement.dispatch import Dispatch as Dispatcher
 from placement.fleet import Rules, View
 from placement.freshness import TICK_S
 from placement.prefixes import END_TOKENS, MAX_BLOCKS
+from placement.queue import Limits
 from placement.reports import Spent
 from placement.simulator.kv import BLOCK_TOKENS
 from placement.simulator.policies.base import Policy, Setting
@@ -30,6 +32,11 @@ MAX_OUTPUT_TOKENS = 8_192
 
 MAX_WAITING = 4_096
 """Units take all that comes, as vLLM does."""
+
+LIMITS = Limits(most=10_000, most_per_tenant=10_000, wait_ms=30_000.0)
+"""Of the queue; the cell's defaults but for one tenant, who is all traffic of some traces."""
+
+LEASE_S = 300.0
 
 LINK = 1
 INCARNATION = "1"
@@ -90,12 +97,20 @@ class Grid(Policy):
             self._view.join(card(setting, info.unit), LINK)
         self._reservation: dict[int, str] = {}
         self._ticked_s = 0.0
-        self._waiting: list[Arrival] = []
-        """Refused for the moment: asked again at the next report, as gateways do."""
-        self._started = False
+        self._dispatch = Dispatcher(
+            self._view, LIMITS, lambda request, now_s: decide(request, self._view, now_s, rng)
+        )
 
     def rules(self) -> Rules:
-        return Rules(lease_s=300.0)
+        regions = {info.region for info in self.units}
+        trip = self.setting.round_trip_ms
+        return Rules(
+            lease_s=LEASE_S,
+            round_trip_ms={
+                origin: {region: trip(origin, region) for region in regions}
+                for origin in self.setting.origins
+            },
+        )
 
     def reported(self, reports: Sequence[UnitReport], now_s: float) -> Sequence[Dispatch]:
         self._tick(now_s)
@@ -122,12 +137,14 @@ class Grid(Policy):
             LINK,
             now_s,
         )
-        if not self._waiting:
-            return ()
-        waiting, self._waiting = self._waiting, []
-        sent: list[Dispatch] = []
-        for arrival in waiting:
-            sent += self.arrived(arrival, now_s)
+        return self._sent(self._dispatch.serve(now_s)) if len(self._dispatch.queue) else ()
+
+    def _sent(self, answers: Sequence[Answer]) -> Sequence[Dispatch]:
+        sent = []
+        for answer in answers:
+            if isinstance(answer.outcome, Decision):
+                self._reservation[answer.stream] = answer.request.reservation_id
+                sent.append(Dispatch(answer.stream, int(answer.outcome.chosen.unit_id[1:])))
         return sent
 
     def _tick(self, now_s: float) -> None:
@@ -147,20 +164,12 @@ class Grid(Policy):
             prompt_tokens=arrival.prompt_tokens,
             max_output_tokens=MAX_OUTPUT_TOKENS,
             prefix=prefix(arrival),
+            origin_region=arrival.origin,
         )
 
     def arrived(self, arrival: Arrival, now_s: float) -> Sequence[Dispatch]:
-        request = self.request(arrival)
-        try:
-            decision: Decision = decide(request, self._view, now_s, self.rng)
-        except Saturated:
-            # Before the first reports every unit is silent.
-            self._waiting.append(arrival)
-            return ()
-        chosen = decision.chosen.unit_id
-        self._view.reserve(request, chosen, LINK, now_s)
-        self._reservation[arrival.request] = request.reservation_id
-        return (Dispatch(arrival.request, int(chosen[1:])),)
+        self._tick(now_s)
+        return self._sent(self._dispatch.place(self.request(arrival), LINK, arrival.request, now_s))
 
     def ended(self, ended: Ended, now_s: float) -> Sequence[Dispatch]:
         reservation = self._reservation.pop(ended.request, None)
@@ -169,5 +178,6 @@ class Grid(Policy):
                 *(ended.prompt_tokens, ended.output_tokens, ended.ttft_ms, ended.total_ms),
                 ended.cached_tokens,
             )
-            self._view.settle(reservation, "done", now_s, spent)
+            _, answers = self._dispatch.settle(reservation, "done", now_s, spent)
+            return self._sent(answers)
         return ()

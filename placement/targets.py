@@ -1,0 +1,81 @@
+"""What a placement does to others, and what it is worth to keep to the targets of latency. Pure.
+
+A prompt that a unit computes delays all that the unit holds: their next tokens wait for its chunks. And the
+gap between tokens of whoever got its first token before a queue of prompts is computed is that of steps full
+of prompt. Both are priced in milliseconds, like everything else:
+
+    others = delay that our prompt means for those on the unit
+           + MISS_MS x how likely we miss the target of the first token, or of the gap, or make others miss it
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from placement.columns import Floats, Ints
+
+CHUNK_TOKENS = 2_048
+"""Of a step that computes prompts: vLLM's default on most GPUs."""
+
+MISS_MS = 30_000.0
+"""What a missed target is worth: a client that waits for half a minute has gone."""
+
+RAMP_FROM, RAMP_TO = 0.75, 1.15
+"""Prediction over target: below the first a miss is out of question, above the second it is sure."""
+
+
+class Targets(NamedTuple):
+    """Latencies that users of the cell expect, as clients see them."""
+
+    ttft_ms: float = 2_000.0
+    ttft_ms_per_token: float = 0.25
+    """Of the prompt: nobody expects a book to be read in no time."""
+    tpot_ms: float = 100.0
+
+
+NO_TARGETS = Targets(0.0, 0.0, 0.0)
+"""Nobody expects anything: only predicted times count."""
+
+HARM = 0.25
+OTHERS = 1.0
+TAIL_MS = 4_000.0
+
+
+def others_ms(
+    targets: Targets,
+    prompt_tokens: int,
+    output_tokens: int,
+    ttft_ms: Floats,
+    step_ms: Floats,
+    backlog_ms: Floats,
+    work_ms: Floats,
+    prefill_ms_per_token: Floats,
+    load: Ints,
+) -> Floats:
+    """Return it for units; arrays of shape (units,).
+
+    `backlog_ms` is the time of all prompts up to ours, `work_ms` that of ours alone.
+    """
+    limit_ms = targets.ttft_ms + targets.ttft_ms_per_token * prompt_tokens
+    ours = _chance(ttft_ms / limit_ms) + _chance(step_ms / targets.tpot_ms)
+    gap_ms = _gap_ms(output_tokens, step_ms, backlog_ms, prefill_ms_per_token)
+    theirs = np.minimum(load, 1) * _chance(gap_ms / targets.tpot_ms)
+    tail_ms = ttft_ms * ttft_ms / TAIL_MS
+    return HARM * work_ms * load + MISS_MS * (ours + OTHERS * theirs) + tail_ms
+
+
+def _gap_ms(output_tokens: int, step_ms: Floats, backlog_ms: Floats, prefill_ms_per_token: Floats) -> Floats:
+    """Return the mean gap between tokens of an answer that began before the prompts of `backlog_ms`."""
+    gaps = max(output_tokens - 1, 1)
+    # While prompts are computed each step gives one token to all that run; the rest of an answer is quicker.
+    chunk_ms = np.maximum(step_ms, CHUNK_TOKENS * prefill_ms_per_token)
+    stretched = np.minimum(backlog_ms / gaps, chunk_ms - step_ms)
+    gap_ms: Floats = step_ms + stretched
+    return gap_ms
+
+
+def _chance(ratio: Floats) -> Floats:
+    chance: Floats = np.clip((ratio - RAMP_FROM) / (RAMP_TO - RAMP_FROM), 0.0, 1.0)
+    return chance
