@@ -32,6 +32,9 @@ _DTYPES: dict[str, Any] = {
     "drained": np.bool_,
     "isolated": np.bool_,
     "sampled_s": np.float64,
+    "paced_ms": np.float64,
+    "paced_steps": np.float64,
+    "gap_ms": np.float64,
     "studied_s": np.float64,
     "listed_since": np.int64,
     "listed": np.int64,
@@ -116,6 +119,12 @@ class Columns:
     unseen_prompt_tokens: Ints
     unseen_kv_tokens: Ints
     # Made of these and kept rather than computed: a decision reads all rows, an event changes one.
+    paced_ms: Floats
+    """Time with requests running, up to the newest sample, older time fading."""
+    paced_steps: Floats
+    """Steps in it."""
+    gap_ms: Floats
+    """Time between steps lately: what those that run there feel between tokens. 0 for an idle unit."""
     load: Ints
     """Requests on each unit: reported, less those settled since, plus those not seen yet."""
     tokens_ahead: Ints

@@ -185,7 +185,9 @@ def predict(
             queue_ms + work_ms,
             work_ms,
             prefill_ms_per_token,
-            columns.load if len(rows) == columns.size else columns.load[rows],
+            *(columns.load, columns.gap_ms)
+            if len(rows) == columns.size
+            else (columns.load[rows], columns.gap_ms[rows]),
         )
         if kv_with_us > np.minimum.reduce(columns.context_tokens):
             # A prompt's length is an estimate, so this is no filter: the unit may still be the only one.

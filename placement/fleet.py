@@ -60,6 +60,9 @@ MAX_REMEMBERED = 64
 """Answers kept for readers, two for each of the steps that a cell mostly serves. One takes up to 9 bytes a
 unit, so all take 58 MB in the largest fleet."""
 
+LONGEST_PACED_S = 1.0
+"""Between two samples: after a longer silence nothing is known of the pace."""
+
 T = TypeVar("T")
 
 
@@ -400,7 +403,11 @@ class View:
         if np.count_nonzero(columns.sampled_s[rows] == -np.inf):
             # Until its first sample a unit is silent, whatever its state; gateways see no difference.
             self._remembered.clear()
-        worked = counts[samples.STEPS] != columns.steps[rows]
+        steps = counts[samples.STEPS] - columns.steps[rows]
+        worked = steps != 0
+        if np.count_nonzero(worked) or np.count_nonzero(columns.gap_ms[rows]):
+            elapsed_ms = 1e3 * np.minimum(observed_s - columns.sampled_s[rows], LONGEST_PACED_S)
+            self._loads.pace(rows, elapsed_ms, np.maximum(steps, 0))
         columns.counts[:, rows], columns.readings[:, rows] = counts, readings
         columns.sampled_s[rows] = observed_s
         self._study(rows[worked & (columns.studied_s[rows] <= observed_s - STUDY_S)], observed_s)

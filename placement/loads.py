@@ -12,7 +12,7 @@ import numpy as np
 
 from grid.words import Task, UnitCard
 from placement import cost
-from placement.columns import Columns, Ints
+from placement.columns import Columns, Floats, Ints
 from placement.learning import Here
 from placement.reservations import Reservation
 from placement.speeds import Speeds
@@ -28,6 +28,10 @@ def slots(card: UnitCard) -> int:
     """
     ahead = card.max_running if card.task == Task.EMBED else 0
     return card.max_running + min(ahead, card.max_waiting)
+
+
+PACE_KEPT = 0.9
+"""Of a unit's pace, with each sample: what counts is the last second."""
 
 
 class Loads:
@@ -92,6 +96,14 @@ class Loads:
         )
         weight = cost.weigh(speeds, columns.max_running[rows], load, ahead, held)
         columns.next_step_ms[rows], columns.wait_ms[rows], columns.crowd[rows] = weight
+
+    def pace(self, rows: Ints, elapsed_ms: Floats, steps: Ints) -> None:
+        """Take in how long it was since the last samples of these units, and how many steps they did."""
+        columns = self._columns
+        ran_ms = elapsed_ms * (columns.running[rows] > 0)
+        paced_ms = columns.paced_ms[rows] = PACE_KEPT * columns.paced_ms[rows] + ran_ms
+        paced_steps = columns.paced_steps[rows] = PACE_KEPT * columns.paced_steps[rows] + steps
+        columns.gap_ms[rows] = paced_ms / np.maximum(paced_steps, 1.0)
 
     def charge(self, row: int, speeds: Speeds, reservation: Reservation, sign: int) -> None:
         """Add (+1) or take off (-1) a reservation that the newest sample does not hold."""

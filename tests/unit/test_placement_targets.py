@@ -12,7 +12,7 @@ from grid.words import PlacementRequest
 from placement.decide import decide
 from placement.fleet import View
 from placement.reports import Spent
-from placement.targets import MISS_MS, Targets, others_ms
+from placement.targets import HARM, MISS_MS, TAIL_MS, Targets, others_ms
 
 
 def chosen(view: View, request: PlacementRequest) -> str:
@@ -26,29 +26,51 @@ def priced(
     step_ms: float = 10.0,
     backlog_ms: float = 50.0,
     load: int = 1,
+    felt_ms: float = 0.0,
 ) -> float:
     row = np.ones(1)
     return others_ms(
         *(Targets(), prompt, 10, ttft_ms * row, step_ms * row, backlog_ms * row, 50.0 * row, 0.05 * row),
-        np.array([load]),
+        *(np.array([load]), felt_ms * row),
     ).item()
 
 
 def test_a_prompt_delays_all_that_are_there() -> None:
-    assert priced(load=0) == 0.0
-    assert priced(load=8) - priced(load=4) == pytest.approx(4 * 50.0)
+    assert priced(load=8) - priced(load=4) == pytest.approx(4 * 50.0 * HARM)
 
 
 def test_a_first_token_that_is_late_for_sure_costs_a_miss() -> None:
-    assert priced(load=0, ttft_ms=5000.0) == pytest.approx(MISS_MS)
-    assert 0 < priced(load=0, ttft_ms=2000.0) < MISS_MS
-    assert priced(load=0, ttft_ms=2000.0, prompt=20_000) == 0.0, "a long prompt may take longer"
+    assert priced(load=0, ttft_ms=5000.0) > MISS_MS > priced(load=0, ttft_ms=2000.0) > 0.3 * MISS_MS
+    assert priced(load=0, ttft_ms=2000.0, prompt=20_000) < 0.1 * MISS_MS, "a long prompt may take longer"
+
+
+def test_a_long_wait_weighs_more_than_two_of_half_its_length() -> None:
+    assert priced(load=0, ttft_ms=1000.0) == pytest.approx(4 * priced(load=0, ttft_ms=500.0))
+    assert priced(load=0, ttft_ms=1000.0) == pytest.approx(1000.0**2 / TAIL_MS)
 
 
 def test_gaps_that_are_too_long_cost_a_miss_with_or_without_others() -> None:
-    assert priced(load=0, step_ms=200.0) == pytest.approx(MISS_MS)
+    assert priced(load=0, step_ms=200.0) == pytest.approx(MISS_MS, rel=0.01)
     quiet, busy = priced(backlog_ms=100.0), priced(backlog_ms=2000.0)
     assert busy > quiet, "those who answer would wait for all of the prompts ahead"
+
+
+def test_gaps_that_those_who_run_there_feel_count_whatever_the_prediction() -> None:
+    assert priced(load=0, felt_ms=200.0) == pytest.approx(MISS_MS, rel=0.01)
+    assert priced(load=3, felt_ms=200.0) == pytest.approx(2 * MISS_MS, rel=0.01)
+
+
+def test_the_felt_gap_is_the_time_of_a_step_while_requests_run() -> None:
+    card = make_card()
+    view = make_view(card)
+    for number in range(1, 40):
+        view.tick(number / 10)
+        view.report([make_load(card, running=2, steps=2 * number)], 1, number / 10)
+    assert view.columns.gap_ms[0] == pytest.approx(50.0, rel=0.05)
+    for number in range(40, 140):
+        view.tick(number / 10)
+        view.report([make_load(card, running=0, steps=78)], 1, number / 10)
+    assert view.columns.gap_ms[0] < 1.0
 
 
 def test_a_far_unit_loses_against_a_near_one() -> None:
