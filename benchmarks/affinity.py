@@ -56,7 +56,7 @@ def _ask(row: dict[str, Any], at_s: float) -> Ask:
     whole, rest = divmod(row["input_length"], TRACE_BLOCK_TOKENS)
     sizes = [BLOCK_TOKENS] * whole + [rest * BLOCK_TOKENS // TRACE_BLOCK_TOKENS]
     text = "".join(words(block, size) for block, size in zip(row["hash_ids"], sizes, strict=False))
-    return Ask(at_s, text, max(1, row["output_length"] // OUTPUT_SCALE))
+    return Ask(at_s, text or words(row["hash_ids"][0], 1), max(1, row["output_length"] // OUTPUT_SCALE))
 
 
 def without_hashes(request: PlacementRequest) -> PlacementRequest:

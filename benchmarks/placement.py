@@ -11,6 +11,7 @@ pipeline's own, and two of three continue one of 500 conversations; the third is
 Both decide for like requests in alternating blocks of one run. Times are CPU time of the thread, so that
 neighbours on the machine are not counted. Then what a request costs beside its decision (reserve and settle),
 and the time to take one unit's sample, which the actor does ten times a second for each unit.
+Last, what a gateway takes to hash a prompt of 4,000 tokens, beside one hash over the same bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,9 @@ sys.path = [str(ROOT / "tests"), *others]
 
 from support.fleet import make_card, make_load, make_request  # noqa: E402
 
+from gateway.pipeline.prefix import prompt_prefix  # noqa: E402
 from grid import heap  # noqa: E402
-from grid.words import PlacementRequest, Precision, UnitCard, UnitLoad  # noqa: E402
+from grid.words import Message, PlacementRequest, Precision, UnitCard, UnitLoad  # noqa: E402
 from placement.decide import decide  # noqa: E402
 from placement.fleet import Rules, View  # noqa: E402
 from placement.prefixes import END_TOKENS  # noqa: E402
@@ -50,6 +53,7 @@ TICK_EVERY = 100
 """Decisions between two ticks of the actor, at which it publishes what was learned: 1,000 a second."""
 CONVERSATIONS = 500
 PIPELINES = 31
+PROMPT_TOKENS, HASHED = 4_000, 500
 COMMON_BLOCKS, PIPELINE_BLOCKS = 2, 6
 BLOCK = 20
 """Decisions of one side before the other takes its turn."""
@@ -204,6 +208,22 @@ def sample_us(view: View, rng: random.Random) -> float:
     return round((time.thread_time_ns() - began_ns) / 1e3 / rounds / len(batch), 2)
 
 
+def hashing_us() -> dict[str, float]:
+    text = "".join(f"sentence {number} says something " for number in range(1_000))[: 4 * PROMPT_TOKENS]
+    messages = (Message("system", text[:1_000]), Message("user", text[1_000:]))
+    hashed: dict[str, Callable[[], object]] = {
+        "hash_us": lambda: prompt_prefix("salt", messages, ()).hashes,
+        "one_hash_us": lambda: blake2b(text.encode(), key=b"salt", digest_size=8).digest(),
+    }
+    times: dict[str, list[int]] = {name: [] for name in hashed}
+    for _ in range(HASHED):
+        for name, make in hashed.items():
+            began_ns = time.thread_time_ns()
+            make()
+            times[name].append(time.thread_time_ns() - began_ns)
+    return {name: percentile(each, 50) for name, each in times.items()}
+
+
 def percentile(times_ns: list[int], percent: int) -> float:
     return round(sorted(times_ns)[len(times_ns) * percent // 100] / 1e3, 1)
 
@@ -222,8 +242,11 @@ def main() -> None:
         times = ("grid_us_p50", "grid_us_p99", "baseline_us_p50", "baseline_us_p99")
         keys = ("units", *times, "reserve_us", "sample_us")
         print("".join(f"{row[key]:>11}" for key in keys), flush=True)
+    prompt = hashing_us()
+    print(f"hashing a prompt: {prompt['hash_us']}, one hash over its bytes: {prompt['one_hash_us']}")
     if options.json:
         figures = {"python": platform.python_version(), "machine": platform.machine(), "fleets": rows}
+        figures |= prompt
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 

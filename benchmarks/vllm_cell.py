@@ -164,13 +164,11 @@ class VllmCell:
         known = Tenant(tenant, "key", False, secrets.token_hex(16))
         loop = asyncio.get_running_loop()
         arm.began_s = time.monotonic()
-        began_s, tasks = loop.time(), set[asyncio.Task[None]]()
-        for ask in asks:
-            await asyncio.sleep(max(0.0, began_s + ask.at_s - loop.time()))
-            task = asyncio.create_task(self._run(runner, ask, known))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        await asyncio.gather(*tasks)
+        began_s = loop.time()
+        async with asyncio.TaskGroup() as running:
+            for ask in asks:
+                await asyncio.sleep(max(0.0, began_s + ask.at_s - loop.time()))
+                running.create_task(self._run(runner, ask, known))
         return arm
 
     async def _run(self, runner: Runner, ask: Ask, tenant: Tenant) -> None:
