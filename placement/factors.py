@@ -101,7 +101,9 @@ class TwoTerms:
         """
         share_x = math.exp(self.log_x) * x / self.predict(x, y)
         share_y = 1.0 - share_x
-        var_x, var_y, var_xy = self.var_x + self.drift, self.var_y + self.drift, self.var_xy
+        # Noisier observations are not remembered longer: the drift grows with them.
+        drift = self.drift * self.unrest**2
+        var_x, var_y, var_xy = self.var_x + drift, self.var_y + drift, self.var_xy
         to_x, to_y = var_x * share_x + var_xy * share_y, var_xy * share_x + var_y * share_y
         doubt = share_x * to_x + share_y * to_y
         spread = doubt + noise

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import random
+import statistics
 from collections.abc import Callable
 from typing import TextIO
 
@@ -17,6 +18,7 @@ from support.shared import data_file
 
 from placement import lengths, speeds
 from placement.decide import decide
+from placement.factors import Factor, TwoTerms, learn
 from placement.fleet import View
 from placement.learning import STUDY_S
 from placement.lengths import OutputLengths, Prompt
@@ -257,6 +259,18 @@ def test_prompts_are_scaled_by_what_units_counted_of_their_like() -> None:
     for _ in range(200):
         learned.take("t", "code", "m", 10, prompt=Prompt(1, 1 << 40))
     assert learned.forecast("t", "code", "m").prompt_scale <= lengths.MAX_SCALE
+
+
+def test_noise_does_not_lengthen_the_memory() -> None:
+    known_ms = []
+    for seed in range(5):
+        rng, terms, own = random.Random(seed), TwoTerms(), Factor()
+        for number in range(2_400):
+            truth_ms = 100.0 if number < 2_000 else 200.0
+            observed_ms = truth_ms * rng.lognormvariate(0, 4 * speeds.REQUEST_NOISE)
+            learn(terms, own, 50.0, 50.0, observed_ms, speeds.REQUEST_NOISE)
+        known_ms.append(terms.predict(50.0, 50.0) * math.exp(own.log))
+    assert statistics.fmean(known_ms) == pytest.approx(200, rel=0.15)
 
 
 # --- in the view ----------------------------------------------------------------------------
