@@ -149,6 +149,8 @@ class GpuCard(NamedTuple):
     ancestors: tuple[int, ...] = ()
     """The nearest that PCIe has in common with each GPU of the node, in its card's order, as NVML's level: 0
     (itself), 10 (one switch), 20 (several), 30 (one host bridge), 40 (one socket), 50; or `UNKNOWN`."""
+    compute_capability: tuple[int, int] = (0, 0)
+    """CUDA's, such as (8, 9); (0, 0) where the driver can't tell."""
 
 
 class NodeCard(NamedTuple):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gateway.cli.console import print_json, print_table
+from rich.text import Text
+
+from gateway.cli.console import err, print_json, print_table
 from gateway.cli.options import AsJson, with_grid
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ def print_gpus(listed: list[dict[str, Any]]) -> None:
     ]
     columns = ("node", "GPU", "product", "free MB", "others' MB", "busy", "units", "state")
     print_table(columns, rows, "no GPUs that a driver tells of")
+    for warning in dict.fromkeys(gpu["warning"] for gpu in listed if gpu.get("warning")):
+        err.print(Text(f"warning: {warning}"), style="yellow", soft_wrap=True)
 
 
 def _whole(reading: float | None) -> int | str:

@@ -17,6 +17,7 @@ from gateway.pipeline.contract import Part, parse
 from gateway.services import Services
 from gateway.trust.tenants import MAX_LABEL_CHARS
 from grid.errors import InvalidRequest
+from grid.hardware import catalogue
 from grid.hardware.telemetry import throttle_reasons
 from grid.words import UNKNOWN, FleetGpu, FleetUnit, GpuSample, Precision, Task, UnitState
 
@@ -179,12 +180,17 @@ def known(reading: float) -> float | None:
 
 def gpu_view(gpu: FleetGpu) -> dict[str, Any]:
     card, sample = gpu.card, gpu.sample
+    capability = card.compute_capability
+    model = catalogue.known(card.product, card.memory_mb, capability)
     readings = {name: known(getattr(sample, name)) for name in GpuSample._fields if name not in NO_READINGS}
     return {
         "uuid": card.uuid,
         "node_id": gpu.node_id,
         "index": card.number,
         "product": card.product,
+        "compute_capability": ".".join(map(str, capability)) if any(capability) else None,
+        "catalogue_name": model.name if model.listed else None,
+        "warning": None if model.listed else catalogue.unlisted_warning(model),
         "memory_total_mb": known(card.memory_mb),
         "nvlinks": card.nvlinks,
         "units": gpu.units,

@@ -160,7 +160,7 @@ def batched_tokens(model: Model, checkpoint: Checkpoint, gpu: GpuModel) -> int:
     parameters_b = checkpoint.parameters_b(precision)
     tokens = MIN_BATCHED_TOKENS
     if parameters_b:
-        speed = catalogue.prefill_tokens_per_s(gpu.name, parameters_b, precision, model.gpus)
+        speed = catalogue.prefill_tokens_per_s(gpu, parameters_b, precision, model.gpus)
         while tokens * 2 <= min(PREFILL_STEP_S * speed, MAX_BATCHED_TOKENS):
             tokens *= 2
     return max(tokens, model.max_running)

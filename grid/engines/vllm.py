@@ -104,7 +104,7 @@ class VLLMEngine:
         parameters_b = checkpoint.parameters_b(self._precision)
         if not parameters_b:
             return UNKNOWN, UNKNOWN
-        work = (self._gpu.name, parameters_b, self._precision, self._model.gpus)
+        work = (self._gpu, parameters_b, self._precision, self._model.gpus)
         return catalogue.prefill_tokens_per_s(*work), catalogue.decode_ms_per_token(*work)
 
     async def prepare(

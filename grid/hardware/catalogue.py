@@ -120,6 +120,11 @@ class GpuModel:
     kernels: Kernels
 
     @property
+    def listed(self) -> bool:
+        """Whether the catalogue holds it; else it was made of what its driver tells."""
+        return self.name in GPUS
+
+    @property
     def precisions(self) -> tuple[Precision, ...]:
         """Weight precisions that vLLM really serves, best first."""
         return tuple(self.kernels.serves)
@@ -133,6 +138,29 @@ class GpuModel:
         bandwidth = self.bandwidth_gb_per_s / A100_80_BANDWIDTH_GB_PER_S
         return math.sqrt(compute * bandwidth)
 
+
+UNTOLD = Kernels(
+    {FP16: NATIVE, FP32: NATIVE},
+    {
+        **dict.fromkeys((INT4, INT8, FP8), "its compute capability is unknown, and the kernels depend on it"),
+        BF16: "its compute capability is unknown, and bf16 needs 8.0",
+    },
+)
+"""Of a GPU whose driver does not tell: what every GPU that vLLM runs on can do."""
+TOO_OLD = Kernels({}, dict.fromkeys(Precision, "vLLM needs compute capability 7.0"))
+GENERATIONS: Mapping[tuple[int, int], Kernels] = {
+    (7, 0): VOLTA,
+    (7, 5): TURING,
+    (8, 0): AMPERE,
+    (8, 9): ADA,
+    (9, 0): HOPPER,
+    (10, 0): BLACKWELL,
+}
+"""By the least compute capability; a later one than all counts as the last."""
+SLOWEST = "T4"
+"""Of a generation that nothing in the catalogue belongs to."""
+UNTOLD_MEMORY_MB = 8_192
+"""Where the driver can't tell: small enough that nothing is loaded which would not fit."""
 
 A100_80_TFLOPS_FP16 = 312.0
 A100_80_BANDWIDTH_GB_PER_S = 2039.0
@@ -222,6 +250,49 @@ def find(name: str) -> GpuModel:
     raise InvalidRequest(f"unknown GPU model {name!r}; did you mean {' or '.join(near)}?", param="gpu")
 
 
+def known(product: str, memory_mb: float, compute_capability: tuple[int, int]) -> GpuModel:
+    """Return the entry of a GPU that a driver tells of; for one that the catalogue doesn't hold it is made of
+    what its driver says.
+
+    `memory_mb` may be `UNKNOWN` and `compute_capability` (0, 0). The capability decides which precisions vLLM
+    serves there; speeds are those of the slowest GPU of that generation in the catalogue, as first guesses,
+    until the units have been measured.
+    """
+    try:
+        return find(product)
+    except InvalidRequest:
+        pass
+    kernels = _kernels(compute_capability)
+    alike = [gpu for gpu in GPUS.values() if gpu.kernels is kernels] or [GPUS[SLOWEST]]
+    slowest = min(alike, key=lambda gpu: gpu.bandwidth_gb_per_s)
+    return GpuModel(
+        product.removeprefix("NVIDIA "),
+        int(memory_mb) if memory_mb > 0 else UNTOLD_MEMORY_MB,
+        slowest.bandwidth_gb_per_s,
+        slowest.tflops,
+        *("PCIe", slowest.interconnect_gb_per_s, compute_capability, kernels),
+    )
+
+
+def _kernels(compute_capability: tuple[int, int]) -> Kernels:
+    """Return what vLLM does on GPUs of a compute capability, (0, 0) for unknown."""
+    if compute_capability == (0, 0):
+        return UNTOLD
+    since = [least for least in GENERATIONS if least <= compute_capability]
+    return GENERATIONS[max(since)] if since else TOO_OLD
+
+
+def unlisted_warning(gpu: GpuModel) -> str:
+    """Return what an operator should know of a GPU that the catalogue doesn't hold."""
+    major, minor = gpu.compute_capability
+    capability = f"compute capability {major}.{minor}" if major else "no word of its compute capability"
+    serves = ", ".join(precision.label for precision in gpu.precisions) or "no precision"
+    return (
+        f"{gpu.name} is not in the catalogue of GPUs; by {capability} it serves {serves}, and its speed is "
+        "guessed low until its units have been measured"
+    )
+
+
 def weights_mb(parameters_b: float, precision: Precision) -> float:
     return parameters_b * 1e9 * BYTES_PER_PARAMETER[precision] / 2**20
 
@@ -241,7 +312,9 @@ def _share(gpus: float) -> float:
     return gpus if gpus <= 1 else gpus * TENSOR_PARALLEL_EFFICIENCY
 
 
-def prefill_tokens_per_s(gpu: str, parameters_b: float, precision: Precision, gpus: float = 1.0) -> float:
+def prefill_tokens_per_s(
+    gpu: str | GpuModel, parameters_b: float, precision: Precision, gpus: float = 1.0
+) -> float:
     """Return the prior of the prefill speed of a lone long prompt, in tokens per second.
 
     Roofline, compute side: a forward pass costs 2 operations for each parameter and token (Kaplan et al.
@@ -249,21 +322,23 @@ def prefill_tokens_per_s(gpu: str, parameters_b: float, precision: Precision, gp
     hardware can't multiply in their own precision are widened, so 16-bit (or 32-bit) peak counts.
     `gpus` is 0 (CPU cores, taken as one), a share, or several of one node.
     """
-    model = find(gpu)
+    model = find(gpu) if isinstance(gpu, str) else gpu
     widened = model.tflops.get(FP16, model.tflops[FP32])
     # No kernel for int4 weights multiplies in 4 bit.
     peak = widened if precision is INT4 else model.tflops.get(precision, widened)
     return peak * 1e12 * COMPUTE_EFFICIENCY * _share(gpus or 1.0) / (2 * parameters_b * 1e9)
 
 
-def decode_ms_per_token(gpu: str, parameters_b: float, precision: Precision, gpus: float = 1.0) -> float:
+def decode_ms_per_token(
+    gpu: str | GpuModel, parameters_b: float, precision: Precision, gpus: float = 1.0
+) -> float:
     """Return the prior of one decode step of a lone request, in milliseconds.
 
     Roofline, memory side: each step reads all weights once, so ms = weight bytes / (bandwidth x
     BANDWIDTH_EFFICIENCY) + overhead (Pope et al. 2022, "Efficiently Scaling Transformer Inference",
     section 2). Several GPUs divide the reading and add TENSOR_PARALLEL_STEP_MS.
     """
-    model = find(gpu)
+    model = find(gpu) if isinstance(gpu, str) else gpu
     weight_bytes = parameters_b * 1e9 * BYTES_PER_PARAMETER[precision]
     reading_ms = weight_bytes / (model.bandwidth_gb_per_s * 1e9 * BANDWIDTH_EFFICIENCY * (gpus or 1.0)) * 1e3
     return reading_ms + STEP_OVERHEAD_MS + (TENSOR_PARALLEL_STEP_MS if gpus > 1 else 0.0)

@@ -284,15 +284,37 @@ class Probe:
         return total
 
 
-def named(visible: str) -> tuple[str, str]:
-    """Return UUID and product name of a GPU by its index or UUID. Raises NoDriver."""
+class Named(NamedTuple):
+    """What a process is told of a GPU that it may use."""
+
+    uuid: str
+    product: str
+    memory_mb: float
+    """`UNKNOWN` where the driver can't tell."""
+    compute_capability: tuple[int, int]
+    """(0, 0) where the driver can't tell."""
+
+
+def named(visible: str) -> Named:
+    """Return a GPU by its index or UUID. Raises NoDriver."""
     try:
         nv.nvmlInit()
         by = nv.nvmlDeviceGetHandleByIndex if visible.isdigit() else nv.nvmlDeviceGetHandleByUUID
         handle = by(int(visible) if visible.isdigit() else visible)
-        return str(nv.nvmlDeviceGetUUID(handle)), str(nv.nvmlDeviceGetName(handle))
+        uuid, product = str(nv.nvmlDeviceGetUUID(handle)), str(nv.nvmlDeviceGetName(handle))
     except nv.NVMLError as error:
         raise _no_driver(error) from None
+    return Named(uuid, product, _memory_mb(handle), _compute_capability(handle))
+
+
+def _memory_mb(handle: Any) -> float:
+    memory = _or_none(nv.nvmlDeviceGetMemoryInfo, handle)
+    return memory.total / MIB if memory is not None else UNKNOWN
+
+
+def _compute_capability(handle: Any) -> tuple[int, int]:
+    major, minor = _or_none(nv.nvmlDeviceGetCudaComputeCapability, handle) or (0, 0)
+    return int(major), int(minor)
 
 
 def _raw(gpu: _Gpu) -> Raw:
@@ -361,7 +383,6 @@ def _cards(found: list[_Identity]) -> tuple[GpuCard, ...]:
     buses, ends = [_bus(handle) for handle in handles], [_link_ends(handle) for handle in handles]
     cards = []
     for place, each in enumerate(found):
-        memory = _or_none(nv.nvmlDeviceGetMemoryInfo, each.handle)
         mine = ends[place]
         shared = [min(mine.get(_SWITCH, 0), theirs.get(_SWITCH, 0)) for theirs in ends]
         to_each = [mine.get(bus, 0) + through for bus, through in zip(buses, shared, strict=True)]
@@ -370,9 +391,10 @@ def _cards(found: list[_Identity]) -> tuple[GpuCard, ...]:
             uuid=each.uuid,
             number=each.number,
             product=each.product,
-            memory_mb=memory.total / MIB if memory is not None else UNKNOWN,
+            memory_mb=_memory_mb(each.handle),
             nvlinks=tuple(to_each) if mine else (),
             ancestors=tuple(_ancestor(each.handle, other) for other in handles),
+            compute_capability=_compute_capability(each.handle),
         )
         cards.append(card)
     return tuple(cards)

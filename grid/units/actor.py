@@ -29,7 +29,7 @@ from grid.units.server import UnitServer
 from grid.units.unit import Unit
 from grid.wire.link import Beats, Link, Peer, Reconnecting, Resolve
 from grid.wire.messages import Announce, DrainUnit, Report, WireMessage
-from grid.words import Message, Sampling, Task, UnitCard, UnitLoad, new_id
+from grid.words import UNKNOWN, Message, Sampling, Task, UnitCard, UnitLoad, new_id
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,15 @@ class Site:
     """Catalogue or NVML name of the unit's GPU; "" on CPU cores."""
     gpu_uuids: tuple[str, ...] = ()
     """NVML's names of all its GPUs."""
+    gpu_memory_mb: float = UNKNOWN
+    """Of one of them, as NVML says; it and the next matter for GPUs that the catalogue doesn't hold."""
+    gpu_capability: tuple[int, int] = (0, 0)
+
+    @property
+    def accelerator(self) -> catalogue.GpuModel:
+        if not self.gpu:
+            return catalogue.GPUS[CPU_CORES]
+        return catalogue.known(self.gpu, self.gpu_memory_mb, self.gpu_capability)
 
 
 class UnitActor:
@@ -93,9 +102,7 @@ class UnitActor:
         self._resolve_placement = resolve_placement
         self._resolve_node = resolve_node
         self._end_process = end_process
-        self._engine = engine or build_engine(
-            model, config.cell.state_dir / "models", gpu=catalogue.find(site.gpu or CPU_CORES)
-        )
+        self._engine = engine or build_engine(model, config.cell.state_dir / "models", gpu=site.accelerator)
         self._server: UnitServer | None = None
         self._tracer: ExportingTracer | None = None
         self._placement: Reconnecting | None = None
@@ -110,6 +117,8 @@ class UnitActor:
 
     async def start(self) -> UnitCard:
         """Become ready to serve and register. Raises InternalError with the remedy."""
+        if not self._site.accelerator.listed:
+            log.warning("%s: %s", self._unit_id, catalogue.unlisted_warning(self._site.accelerator))
         facts = await self._engine.start()
         await asyncio.wait_for(self._canary(facts), CANARY_LIMIT_S)
         secret = (self._config.cell.state_dir / "secrets" / "link.key").read_bytes()
@@ -324,4 +333,4 @@ def _owned(model: Model, site: Site) -> tuple[catalogue.GpuModel, float]:
     """Return the hardware that the unit owns (or pretends to), and how much of it."""
     if model.engine == "simulated":
         return variants.pretended_gpu(model), model.gpus or 1.0
-    return catalogue.find(site.gpu or CPU_CORES), model.gpus
+    return site.accelerator, model.gpus

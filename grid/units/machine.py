@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grid.hardware.nvml import Named
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MB = 1024 * 1024
@@ -22,8 +26,8 @@ def physical_mb() -> int:
     return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES // MB
 
 
-def visible_gpus() -> tuple[tuple[str, str], ...]:
-    """Return NVML's UUID and product name of each GPU that this process may use, in CUDA's order.
+def visible_gpus() -> tuple[Named, ...]:
+    """Return what NVML says of each GPU that this process may use, in CUDA's order.
 
     Raises InternalError when the driver can't be asked.
     """

@@ -10,6 +10,7 @@ from grid.engines.arguments import GPU_MEMORY_SHARE
 from grid.engines.variants import NoVariant, fitted, pretended_gpu
 from grid.errors import InvalidRequest
 from grid.hardware import catalogue
+from grid.hardware.catalogue import GpuModel
 from grid.units.gpu_room import SHARE_SLACK, Gpu, NoRoom, choose
 
 REGION_LABEL = "region"
@@ -33,6 +34,15 @@ class Node(NamedTuple):
         """The model of its GPUs, as the operator, the driver or else Ray says; "" if none does."""
         by_driver = self.hardware[0].card.product if self.hardware else ""
         return self.labels.get(GPU_LABEL) or by_driver or self.labels.get(RAY_GPU_LABEL, "")
+
+    @property
+    def accelerator(self) -> GpuModel:
+        """What its GPUs can do. Raises InvalidRequest for a label that names none of the catalogue's: what a
+        driver says is enough to run on, what somebody wrote is not."""
+        if self.labels.get(GPU_LABEL) or not self.hardware:
+            return catalogue.find(self.gpu)
+        card = self.hardware[0].card
+        return catalogue.known(card.product, card.memory_mb, card.compute_capability)
 
     def by_gpu(self) -> list[Node]:
         """Return the node once for each kind of GPU that its driver names."""
@@ -68,7 +78,7 @@ def on_node(model: Model, node: Node) -> Model | NoVariant:
             f"--labels={GPU_LABEL}=NAME"
         )
     try:
-        gpu = catalogue.find(node.gpu)
+        gpu = node.accelerator
     except InvalidRequest as unknown:
         return NoVariant(unknown.message)
     if model.gpu and gpu.name != model.gpu:

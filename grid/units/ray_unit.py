@@ -13,7 +13,7 @@ from grid.units import machine
 from grid.units.actor import Site, UnitActor
 from grid.units.figures import TEXTS, UnitFigures, tags
 from grid.wire.link import Resolve
-from grid.words import UnitCard
+from grid.words import UNKNOWN, UnitCard
 
 NAMESPACE = "zerogrid"
 PLACEMENT = "placement"
@@ -47,8 +47,10 @@ class RayUnit(UnitActor):
             node_id=ray.get_runtime_context().get_node_id(),
             host=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             region=region,
-            gpu=gpus[0][1] if gpus else "",
-            gpu_uuids=tuple(uuid for uuid, _ in gpus),
+            gpu=gpus[0].product if gpus else "",
+            gpu_uuids=tuple(gpu.uuid for gpu in gpus),
+            gpu_memory_mb=gpus[0].memory_mb if gpus else UNKNOWN,
+            gpu_capability=gpus[0].compute_capability if gpus else (0, 0),
         )
         super().__init__(
             config,

@@ -125,6 +125,7 @@ GPU = GpuCard(
     memory_mb=81_559.0,
     nvlinks=(0, 18),
     ancestors=(0, 10),
+    compute_capability=(9, 0),
 )
 NODE = NodeCard(node_id="node-a", incarnation="inc-1", driver="575.57", gpus=(GPU,), flaw="GPU 1 is lost")
 GPU_SAMPLE = GpuSample(

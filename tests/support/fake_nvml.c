@@ -129,6 +129,14 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, struct gpu **handle) {
 
 int nvmlDeviceGetIndex(struct gpu *g, u32 *index) { CHECK(g->index); *index = (u32)g->index; return OK; }
 int nvmlDeviceGetName(struct gpu *g, char *out, u32 size) { CHECK(g->index); return copy(text_of(g->index, "name"), out, size); }
+
+int nvmlDeviceGetCudaComputeCapability(struct gpu *g, int *major, int *minor) {
+    CHECK(g->index);
+    READ(g->index, "capability_major", major);
+    READ(g->index, "capability_minor", minor);
+    return OK;
+}
+
 int nvmlDeviceGetUUID(struct gpu *g, char *out, u32 size) { CHECK(g->index); return copy(text_of(g->index, "uuid"), out, size); }
 
 int nvmlDeviceGetMemoryInfo(struct gpu *g, u64 *memory) {

@@ -3,6 +3,7 @@ import csv
 import pytest
 from support.shared import data_file
 
+from grid.engines.variants import NoVariant, choose
 from grid.errors import InvalidRequest
 from grid.hardware import catalogue
 from grid.words import Precision
@@ -113,3 +114,49 @@ def test_weights_without_native_arithmetic_compute_at_sixteen_bits() -> None:
     fp8 = catalogue.prefill_tokens_per_s("A100-80", 8, Precision.FP8)
     assert fp8 == catalogue.prefill_tokens_per_s("A100-80", 8, Precision.FP16)
     assert fp8 < catalogue.prefill_tokens_per_s("A100-80", 8, Precision.INT8)
+
+
+# --- GPUs that the catalogue doesn't hold --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("product", "capability", "kernels", "as_slow_as"),
+    [
+        ("NVIDIA GeForce RTX 3090", (8, 6), catalogue.AMPERE, "A10G"),
+        ("NVIDIA RTX 6000 Ada Generation", (8, 9), catalogue.ADA, "L4"),
+        ("NVIDIA GH200 480GB", (9, 0), catalogue.HOPPER, "H100-PCIe"),
+        ("NVIDIA GeForce RTX 5090", (12, 0), catalogue.BLACKWELL, "B200"),
+        ("Quadro RTX 5000", (7, 5), catalogue.TURING, "T4"),
+        ("Graphics Device", (0, 0), catalogue.UNTOLD, "T4"),
+    ],
+)
+def test_an_unlisted_gpu_is_made_of_what_its_driver_tells(
+    product: str, capability: tuple[int, int], kernels: catalogue.Kernels, as_slow_as: str
+) -> None:
+    made, like = catalogue.known(product, 24_576, capability), catalogue.GPUS[as_slow_as]
+    assert not made.listed
+    assert (made.name, made.memory_mb) == (product.removeprefix("NVIDIA "), 24_576)
+    assert made.kernels is kernels
+    assert (made.bandwidth_gb_per_s, made.cu_factor) == (like.bandwidth_gb_per_s, like.cu_factor)
+    for precision in made.precisions:
+        assert catalogue.prefill_tokens_per_s(made, 8, precision) > 0
+        assert catalogue.decode_ms_per_token(made, 8, precision) > 0
+    assert set(kernels.serves) | set(kernels.lacks) == set(Precision)
+    assert made.name in catalogue.unlisted_warning(made)
+
+
+def test_what_is_listed_stays_as_it_is_listed() -> None:
+    assert catalogue.known("NVIDIA L4", 1.0, (0, 0)) is catalogue.GPUS["L4"]
+
+
+def test_a_driver_that_tells_nothing_leaves_careful_guesses() -> None:
+    made = catalogue.known("Graphics Device", -1.0, (0, 0))
+    assert made.memory_mb == catalogue.UNTOLD_MEMORY_MB
+    assert choose(made) is Precision.FP16
+    assert "no word of its compute capability" in catalogue.unlisted_warning(made)
+
+
+def test_a_gpu_that_vllm_is_too_new_for_says_so() -> None:
+    told = choose(catalogue.known("Tesla P100-PCIE-16GB", 16_384, (6, 0)))
+    assert isinstance(told, NoVariant)
+    assert "needs compute capability 7.0" in told.reason

@@ -137,6 +137,11 @@ def test_lists_are_tables_or_json(gateway: Gateway) -> None:
     assert header.split()[-1] == "state"
     assert line.split() == ["node-1", "3", "L4", "?", "2048", "77%", "unit-m-0", "power", "cap"]
     assert json.loads(grid("gpus", "--json").stdout) == {"gpus": [GPU]}
+    guessed = {**GPU, "catalogue_name": None, "warning": "L4x is not in the catalogue"}
+    gateway.routes["GET", "/v1/units"] = httpx.Response(
+        200, json={"units": [], "gpus": [GPU, guessed, guessed]}
+    )
+    assert grid("gpus").stderr.splitlines() == ["warning: L4x is not in the catalogue"]
     assert "key-1" in grid("keys", "list").stdout
     assert json.loads(grid("keys", "list", "--json").stdout) == {"keys": [key]}
     assert "help" in grid("sources", "list").stdout

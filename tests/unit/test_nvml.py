@@ -214,8 +214,8 @@ def test_a_driver_that_comes_back_begins_anew(probe: Probe, gpus: FakeGpus) -> N
 
 
 def test_a_gpu_is_named_by_its_index_and_by_its_uuid(gpus: FakeGpus) -> None:
-    assert named("2") == (UUIDS[A100], "NVIDIA A100-SXM4-80GB")
-    assert named(UUIDS[L4]) == (UUIDS[L4], "NVIDIA L4")
+    assert named("2")[:2] == (UUIDS[A100], "NVIDIA A100-SXM4-80GB")
+    assert named(UUIDS[L4])[:2] == (UUIDS[L4], "NVIDIA L4")
     with pytest.raises(NoDriver) as wrong:
         named("9")
     assert str(pickle.loads(pickle.dumps(wrong.value))) == str(wrong.value), "it crosses Ray"

@@ -418,6 +418,19 @@ def test_a_start_waits_until_the_probe_has_told() -> None:
     assert started(made.handle(plan.NodesSeen((probed(gpu(0)),)), 1.0)) == [("unit-m-0", (0,))]
 
 
+def test_a_gpu_that_the_catalogue_does_not_hold_runs_what_its_capability_serves() -> None:
+    untold = gpu(0, "NVIDIA RTX 6000 Ada Generation")
+    wanted = model("m", "vllm", precision=..., variants=VARIANTS, gpus=1)
+    for capability, precision in (((8, 9), "fp8"), ((8, 6), "int8")):
+        found = untold._replace(card=untold.card._replace(compute_capability=capability))
+        _, effects = planner(wanted, nodes=(probed(found),))
+        assert [e.model.precision for e in effects if isinstance(e, StartUnit)] == [precision]
+    made, _ = planner(wanted, nodes=(probed(untold),))
+    assert "its compute capability is unknown" in row(made)["waiting_for"]
+    made, _ = planner(wanted, nodes=(probed(found, gpu="RTX6000"),))
+    assert "unknown GPU model 'RTX6000'" in row(made)["waiting_for"]
+
+
 def test_the_driver_names_each_gpu_of_a_mixed_node() -> None:
     node = probed(gpu(0, "NVIDIA H100 80GB HBM3", 80_000.0), gpu(1, "Tesla T4", 80_000.0))
     two = model("m", "vllm", precision=..., variants=VARIANTS, gpus=1, min_units=2, max_units=2)

@@ -48,6 +48,9 @@ class GpuView(Shape):
     node_id: str
     index: int
     product: str
+    compute_capability: str | None = Field(description="CUDA's, such as 8.9")
+    catalogue_name: str | None = Field(description="what the grid knows it as; null: guessed from its driver")
+    warning: str | None = Field(description="what is uncertain about it")
     memory_total_mb: float | None
     memory_used_mb: float | None
     memory_free_mb: float | None
