@@ -21,9 +21,9 @@ def spans(
         (
             ("zerogrid.unit", chosen.unit_id),
             ("zerogrid.region", chosen.region),
-            ("zerogrid.predicted_ttft_ms", chosen.ttft_ms),
             ("zerogrid.rejected", sum(count for _, count in decision.rejected_by_code)),
         ),
+        own=(("zerogrid.predicted_ttft_ms", chosen.ttft_ms),),
         kind=Kind.SERVER,
     )
     return [span]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from gateway.http.exchange import Exchange
@@ -15,6 +16,8 @@ from grid.tracing.tracer import Branch, Tracer
 TRACED_PREFIX = "/v1/"
 """Probes and documents are nobody's request."""
 CLIENT_LEFT = "cancelled"
+KEPT_OUTCOMES = 1024
+"""Paths with their methods and statuses: those of the pipelines in use."""
 _ID_SEGMENT = re.compile(r"/(?:pl-|ds-|req_|key-|unit-)[^/]+")
 
 
@@ -57,19 +60,24 @@ class Ended(NamedTuple):
 
 
 def spans(branch: Branch, ended: Ended) -> list[Span]:
-    route, status = route_of(ended.path, ended.status), ended.status
-    attributes: Attributes = (
-        ("http.request.method", ended.method),
-        ("http.response.status_code", status),
-        ("zerogrid.request_id", ended.request_id),
-    )
+    name, attributes, error = outcome(ended.method, ended.path, ended.status, ended.finished)
+    own = (("zerogrid.request_id", ended.request_id),)
+    return [
+        branch.span(name, ended.started_s, ended.ended_s, attributes, own=own, kind=Kind.SERVER, error=error)
+    ]
+
+
+@lru_cache(maxsize=KEPT_OUTCOMES)
+def outcome(method: str, path: str, status: int, finished: bool) -> tuple[str, Attributes, str]:
+    """Return name, attributes and error of a request's span."""
+    route = route_of(path, status)
+    attributes: Attributes = (("http.request.method", method), ("http.response.status_code", status))
     if route:
         attributes += (("http.route", route),)
-    error = str(status) if status >= 500 else "" if ended.finished else CLIENT_LEFT
+    error = str(status) if status >= 500 else "" if finished else CLIENT_LEFT
     if error:
         attributes += (("error.type", error),)
-    name = f"{ended.method} {route}" if route else ended.method
-    return [branch.span(name, ended.started_s, ended.ended_s, attributes, kind=Kind.SERVER, error=error)]
+    return f"{method} {route}" if route else method, attributes, error
 
 
 def route_of(path: str, status: int) -> str:

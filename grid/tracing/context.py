@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 TRACE_ID_BYTES, SPAN_ID_BYTES = 16, 8
 SAMPLED = 1
+TRACEPARENT_CHARS, TRACE_ID_AT, SPAN_ID_AT = 55, slice(3, 35), slice(36, 52)
+"""Of the version that is written here."""
 NO_TRACE, NO_SPAN = bytes(TRACE_ID_BYTES), bytes(SPAN_ID_BYTES)
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 """Version, trace, span, flags; later versions may add to them."""

@@ -25,9 +25,9 @@ from grid.tracing.transport import SendFailed, Transport, open_transport
 
 log = logging.getLogger(__name__)
 
-TOGETHER = 32
+TOGETHER = 64
 """Descriptions that are carried out at once: about half a millisecond, in which nothing else runs here."""
-MOST_WAITING = 8 * TOGETHER
+MOST_WAITING = 4 * TOGETHER
 """While the thread describes, requests only add to what waits; from here on they wait for it."""
 MAX_QUEUED_SPANS = 16_384
 """Seconds of a busy replica's spans, a few MB: a collector's restart is bridged, an outage is not."""

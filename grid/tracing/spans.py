@@ -33,5 +33,8 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     attributes: Attributes = ()
+    """Those that many spans of this name share, in one order: they are encoded once."""
+    own: Attributes = ()
+    """Those whose values come once: ids, counts, measured times, texts."""
     error: str = ""
     """What failed; empty where nothing did."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from grid.tracing.context import SPAN_ID_BYTES, TRACE_ID_BYTES, TraceContext, parse_traceparent, traceparent
+from grid.tracing.context import (
+    SPAN_ID_AT,
+    SPAN_ID_BYTES,
+    TRACE_ID_AT,
+    TRACE_ID_BYTES,
+    TRACEPARENT_CHARS,
+    TraceContext,
+    parse_traceparent,
+    traceparent,
+)
 from grid.tracing.spans import Attributes, Kind, Span
 
 SPAN_ID_BITS, TRACE_ID_BITS = 8 * SPAN_ID_BYTES, 8 * TRACE_ID_BYTES
@@ -47,8 +56,11 @@ class Tracer:
 
     def under(self, given: str) -> Branch | None:
         """Return a span under the context that a peer of the cell sent; None if it sent none."""
-        context = parse_traceparent(given) if given else None
-        return None if context is None else self._branch(context)
+        if len(given) != TRACEPARENT_CHARS:
+            return None
+        # A peer wrote it as `traceparent` does, so it is only taken apart.
+        trace_id, parent_id = bytes.fromhex(given[TRACE_ID_AT]), bytes.fromhex(given[SPAN_ID_AT])
+        return Branch(self, trace_id, self._span_id(), parent_id)
 
     def _branch(self, parent: TraceContext) -> Branch:
         return Branch(self, parent.trace_id, self._span_id(), parent.span_id)
@@ -58,6 +70,11 @@ class Tracer:
 
     def _span_id(self) -> bytes:
         return self._random_bits(SPAN_ID_BITS).to_bytes(SPAN_ID_BYTES, "big")
+
+    def span_ids(self, count: int) -> list[bytes]:
+        """Return ids for so many spans."""
+        drawn = self._random_bits(SPAN_ID_BITS * count).to_bytes(SPAN_ID_BYTES * count, "big")
+        return [drawn[at : at + SPAN_ID_BYTES] for at in range(0, len(drawn), SPAN_ID_BYTES)]
 
     def record(self, span: Span) -> None:
         self._sink(span)
@@ -94,12 +111,13 @@ class Branch:
         end_s: float,
         attributes: Attributes = (),
         *,
+        own: Attributes = (),
         kind: Kind = Kind.INTERNAL,
         error: str = "",
     ) -> Span:
         """Return the span as it ended. `error` says in a few words what failed."""
         return Span(
-            self.trace_id, self.span_id, self.parent_id, name, kind, start_s, end_s, attributes, error
+            self.trace_id, self.span_id, self.parent_id, name, kind, start_s, end_s, attributes, own, error
         )
 
     def end(

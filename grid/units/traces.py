@@ -19,30 +19,28 @@ def spans(tracer: Tracer, times: Times, card: UnitCard, error_code: str) -> list
     whole = tracer.under(request.traceparent)
     if whole is None:
         return []
+    arrived_s, ended_s = times.arrived_s, times.ended_s
     stretches: tuple[tuple[str, float, float], ...]
     if isinstance(request, Submit):
         operation = "generate"
         stretches = (
             ("queue", times.accepted_s, times.started_s),
             ("prefill", times.started_s, times.first_step_s),
-            ("decode", times.first_step_s, times.ended_s),
+            ("decode", times.first_step_s, ended_s),
         )
     else:
         operation = "embed"
-        stretches = (
-            ("queue", times.arrived_s, times.started_s),
-            ("encode", times.started_s, times.ended_s),
-        )
+        stretches = (("queue", arrived_s, times.started_s), ("encode", times.started_s, ended_s))
     told = [
-        whole.child().span(name, start_s, end_s)
-        for name, start_s, end_s in stretches
-        if start_s < times.ended_s or not error_code
+        Span(whole.trace_id, span_id, whole.span_id, name, Kind.INTERNAL, start_s, end_s)
+        for (name, start_s, end_s), span_id in zip(stretches, tracer.span_ids(len(stretches)), strict=True)
+        if start_s < ended_s or not error_code
     ]
     told.append(
         whole.span(
             f"{operation} {request.model}",
-            times.arrived_s,
-            times.ended_s,
+            arrived_s,
+            ended_s,
             attributes(card, request.model, error_code),
             kind=Kind.SERVER,
             error=error_code,
