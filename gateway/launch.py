@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import selectors
 import shutil
 import socket
 import subprocess
@@ -39,6 +40,7 @@ CELL_MARK = "ZEROGRID_CELL"
 """Environment variable in every process of a cell; what still carries it after a stop is ended."""
 COMPOSE_TIMEOUT_S = 900.0
 """The first start prepares model weights and compiles; a later one takes well under a minute."""
+READ_BYTES = 64 * 1024
 STOP_TIMEOUT_S = 30.0
 RAY_TOKEN_BYTES = 32
 
@@ -211,9 +213,8 @@ def _compose(
             start_new_session=True,
         )
     assert process.stdout is not None
-    deadline = time.monotonic() + COMPOSE_TIMEOUT_S
     try:
-        for line in process.stdout:
+        for line in lines_until(process.stdout.fileno(), time.monotonic() + COMPOSE_TIMEOUT_S):
             try:
                 said = json.loads(line)
             except ValueError:
@@ -225,13 +226,27 @@ def _compose(
             elif "result" in said:
                 result: dict[str, Any] = said["result"]
                 return result
-            if time.monotonic() > deadline:
-                raise InternalError(f"the cell was not ready within {COMPOSE_TIMEOUT_S:.0f} s")
         raise InternalError(f"the cell's start ended without a result:\n{tail(log_path)}")
     finally:
         end([process.pid], STOP_TIMEOUT_S)
         process.stdout.close()
         process.wait()
+
+
+def lines_until(pipe: int, deadline_s: float) -> Iterator[bytes]:
+    """Yield the lines that come through a pipe until it is closed. Raises InternalError at the deadline
+    (monotonic seconds), also when nothing comes at all."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(deadline_s - time.monotonic(), 0.0)):
+                raise InternalError(f"the cell was not ready within {COMPOSE_TIMEOUT_S:.0f} s")
+            read = os.read(pipe, READ_BYTES)
+            if not read:
+                return
+            *lines, rest = (rest + read).split(b"\n")
+            yield from lines
 
 
 # --- down and status ------------------------------------------------------------------------

@@ -88,9 +88,20 @@ class Rule:
     states, drains and faults, and of the request what `Question.standing` holds; they come first."""
 
 
-def _avoids(question: Question, model: str) -> str:
-    """Return the avoided name that covers `model`, "" if none does."""
-    return next((name for name in sorted(question.avoided) if is_version_of(model, name)), "")
+def _avoids(question: Question, model: str) -> bool:
+    return any(is_version_of(model, name) for name in question.avoided)
+
+
+def avoided_by(avoid: Iterable[str], aliases: Mapping[str, str], model: str) -> str:
+    """Return how the list covers `model`: the name that stands on it, and the alias that it means."""
+    for name in avoid:
+        if name and is_version_of(model, name):
+            return repr(name)
+    for name in avoid:
+        for alias, target in sorted(aliases.items()):
+            if name and is_version_of(alias, name) and is_version_of(model, target):
+                return repr(name) if alias == name else f"{name!r} (which covers the alias {alias!r})"
+    return "its list"
 
 
 def _task(q: Question) -> Mask:
@@ -126,9 +137,8 @@ def _avoided(q: Question) -> Mask | None:
 
 def _avoided_detail(q: Question, row: int) -> str:
     model = q.view.units[row].card.model
-    return (
-        f"runs {model!r}, which avoid_models excludes by {_avoids(q, model)!r}: take that name off the list"
-    )
+    by = avoided_by(q.request.avoid_models, q.view.rules.aliases, model)
+    return f"runs {model!r}, which avoid_models excludes by {by}: take that name off the list"
 
 
 def _region(q: Question) -> Mask | None:

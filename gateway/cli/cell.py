@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -77,9 +77,7 @@ def status(config: ConfigFile = None, key: Key = "", as_json: AsJson = False) ->
         if state["running"]:
             transport = _pinned(loaded.gateway.tls)
             with Grid(state["base_url"], key, max_retries=0, transport=transport) as grid:
-                state["ready"], state["not_ready"] = _readiness(grid)
-                if key.startswith("zg-op-"):
-                    state["units"] = grid.units()
+                state |= told_by(grid, with_units=key.startswith("zg-op-"))
         if as_json:
             print_json(state)
         elif not state["running"]:
@@ -91,6 +89,25 @@ def status(config: ConfigFile = None, key: Key = "", as_json: AsJson = False) ->
             if units and isinstance(units[0], dict):
                 out.print()
                 print_units(units)
+
+
+def told_by(grid: Grid, *, with_units: bool) -> dict[str, Any]:
+    """Return what the gateway says of itself and its units. One that is silent hides nothing else: what runs
+    on this machine is known without it."""
+    try:
+        answer = grid.readiness()
+    except GridError as error:
+        return {"ready": False, "not_ready": [f"the gateway does not answer: {error.message}"]}
+    if "ready" not in answer:
+        # HAProxy's own word, in front of replicas that are away.
+        return {"ready": False, "not_ready": [f"the gateway does not answer: {answer['error']['message']}"]}
+    told: dict[str, Any] = {"ready": answer["ready"], "not_ready": answer["reasons"]}
+    if with_units:
+        try:
+            told["units"] = grid.units()
+        except GridError as error:
+            told["units_unknown"] = error.message
+    return told
 
 
 def _pinned(tls: Tls | None) -> httpx.HTTPTransport | None:
@@ -105,11 +122,3 @@ def _pinned(tls: Tls | None) -> httpx.HTTPTransport | None:
     trusted.check_hostname = False
     trusted.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return httpx.HTTPTransport(verify=trusted)
-
-
-def _readiness(grid: Grid) -> tuple[bool, list[str]]:
-    try:
-        answer = grid.readiness()
-    except GridError as error:
-        return False, [error.message]
-    return answer["ready"], answer["reasons"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway.http.honoured import Neutral, PartedText, refuse_unhonoured
 from gateway.pipeline.contract import (
@@ -17,6 +17,7 @@ from gateway.pipeline.contract import (
     Stops,
 )
 from gateway.pipeline.invocation import MAX_MESSAGES, ChatMessage
+from gateway.pipeline.refusals import misfit
 from grid.errors import InvalidRequest
 
 SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop")
@@ -50,6 +51,9 @@ NEUTRAL_IN_TURNS: Neutral = {
 """The same for a message; an assistant's turn is often sent back just as it was received."""
 
 
+TOOL_ROLES = ("tool", "function")
+
+
 class ChatTurn(Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: PartedText
@@ -59,6 +63,16 @@ class ChatTurn(Part):
     refusal: Any = None
     audio: Any = None
     annotations: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_tools(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") in TOOL_ROLES:
+            raise misfit(
+                ("role",),
+                "this cell's models call no tools yet, so no message holds what one answered; leave it out",
+            )
+        return data
 
     @property
     def message(self) -> ChatMessage:

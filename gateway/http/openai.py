@@ -12,16 +12,21 @@ from gateway.http.call import Call, InCall, Json
 from gateway.http.chat import ChatRequest
 from gateway.http.conversations import plan_conversation
 from gateway.http.documented import errors
-from gateway.http.errors import openai_envelope
+from gateway.http.errors import ANTHROPIC, openai_envelope
 from gateway.http.exchange import unless_client_leaves
 from gateway.http.runs import WholeRun, failure, region_header, streamed, whole
-from gateway.http.shapes.compatible import ModelList
+from gateway.http.shapes.compatible import ModelList, ModelView
 from gateway.http.sse import data
+from gateway.http.versions import ALIAS, MESSAGES_API
 from gateway.pipeline.contract import parse
 from gateway.pipeline.events import Chunk, Finished, Retrieved, RunEvent, Started, StepDone
+from gateway.pipeline.refusals import cut
+from grid.errors import NotFound
 from grid.words import Task, UnitState, Usage
 
 DONE = b"data: [DONE]\n\n"
+NO_DATE = "1970-01-01T00:00:00Z"
+"""When a model was released, which nobody tells the grid."""
 NO_TEXT: dict[str, Any] = {}
 
 router = APIRouter(tags=["openai-compatible"])
@@ -128,8 +133,25 @@ def _choice(delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
 
 @router.get("/v1/models", responses={200: {"model": ModelList}, **errors()})
 async def list_models(call: InCall) -> Json:
-    """List the cell's models and aliases, as OpenAI's clients expect them, with the units that serve each."""
-    return Json(orjson.dumps({"object": "list", "data": model_rows(call)}))
+    """List the cell's models and aliases, with the units that serve each: all at once, in a shape that
+    OpenAI's and Anthropic's clients both read."""
+    rows = model_rows(call)
+    ends = [rows[0]["id"], rows[-1]["id"]] if rows else [None, None]
+    page = {"object": "list", "data": rows, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
+    return Json(orjson.dumps(page))
+
+
+@router.get("/v1/models/{model_id:path}", responses={200: {"model": ModelView}, **errors(404)})
+async def read_model(call: InCall, model_id: str) -> Json:
+    """Read one model or alias, as both ecosystems' clients expect it."""
+    row = next((row for row in model_rows(call) if row["id"] == model_id), None)
+    if row is not None:
+        return Json(orjson.dumps(row))
+    if call.exchange.header(ALIAS.encode()) in MESSAGES_API:
+        call.exchange.ecosystem = ANTHROPIC
+    raise NotFound(
+        f"model {cut(model_id)!r} is not served here; GET /v1/models lists those that are", param="model"
+    )
 
 
 def model_rows(call: Call) -> list[dict[str, Any]]:
@@ -142,7 +164,10 @@ def model_rows(call: Call) -> list[dict[str, Any]]:
         model.name: {
             "id": model.name,
             "object": "model",
+            "type": "model",
+            "display_name": model.name,
             "created": 0,
+            "created_at": NO_DATE,
             "owned_by": config.cell.name,
             "task": (Task.EMBED if model.engine == "embedding" else Task.GENERATE).name.lower(),
             "alias_of": None,
@@ -155,5 +180,6 @@ def model_rows(call: Call) -> list[dict[str, Any]]:
     aliases = []
     for alias, target in sorted(config.aliases.items()):
         if target.model in rows:
-            aliases.append({**rows[target.model], "id": alias, "alias_of": target.model})
+            shown = {"id": alias, "display_name": alias, "alias_of": target.model}
+            aliases.append({**rows[target.model], **shown})
     return [*rows.values(), *aliases]

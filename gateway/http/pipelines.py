@@ -29,6 +29,8 @@ from gateway.records import PipelineRecord, PipelineStatus
 from gateway.trust.residency import check_marks, texts_within
 from grid.errors import InvalidRequest
 
+NOTHING_ASKED = (b"", b"{}")
+
 router = APIRouter(tags=["pipelines"])
 
 
@@ -116,9 +118,10 @@ async def delete_pipeline(call: InCall, pipeline_id: str) -> Json:
 )
 async def dry_run(call: InCall, pipeline_id: str) -> Json:
     """Say what a call would do: where each step would run, what every unit would take for it, and why others
-    can't. Nothing is computed, reserved or charged."""
-    invocation = parse(Invocation, await call.body())
-    if invocation.inputs is not None:
+    can't. Nothing is computed, reserved or charged. Without a body, or with `{}`, any call's plan is told."""
+    given = (await call.body()).strip()
+    invocation = parse(Invocation, given) if given not in NOTHING_ASKED else None
+    if invocation is not None and invocation.inputs is not None:
         raise InvalidRequest("inputs: a dry-run plans one call; send one of them as `input`", param="inputs")
     record = await call.services.registry.get_pipeline(call.tenant.tenant_id, pipeline_id)
     if record.serving is not None:

@@ -164,7 +164,9 @@ class Invocation(Asked):
     def _some_input(self) -> Self:
         if not self.has_input:
             raise misfit(
-                ("input",), "is missing: give the text to answer, chat `messages`, or a list `inputs`"
+                ("input",),
+                "is missing: give the text to answer, chat `messages`, or a list `inputs`; "
+                "`dry-run` instead of `invoke` says without any what a call would do",
             )
         return self
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import Any
 
 import anthropic
@@ -16,7 +17,7 @@ import pytest_asyncio
 from support.calls import declared
 from support.local_cell import CHAT_MODEL, DIMENSION, EMBEDDING_MODEL, LocalCell
 
-from gateway.http.shapes.compatible import Embeddings, MessageAnswer
+from gateway.http.shapes.compatible import Embeddings, MessageAnswer, ModelView
 from gateway.http.shapes.errors import AnthropicErrorEnvelope, OpenAIErrorEnvelope
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -219,6 +220,22 @@ async def test_the_official_client_raises_its_own_errors(
 async def test_the_official_client_lists_the_models(claude: anthropic.AsyncAnthropic) -> None:
     names = [model.id async for model in claude.models.list()]
     assert {CHAT_MODEL, EMBEDDING_MODEL, "gpt-4o-mini"} == set(names)
+    page = await claude.models.list()
+    assert (page.has_more, page.first_id, page.last_id) == (False, names[0], names[-1])
+    assert {type(model.created_at) for model in page.data} == {datetime}
+
+
+async def test_the_official_clients_read_one_model(cell: LocalCell, claude: anthropic.AsyncAnthropic) -> None:
+    found = await claude.models.retrieve("gpt-4o-mini")
+    assert (found.id, found.type, found.display_name) == ("gpt-4o-mini", "model", "gpt-4o-mini")
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        await claude.models.retrieve("claude-99")
+    assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    async with cell.client() as client:
+        answer = await client.get("/v1/models/no-such/model")
+        assert answer.status_code == 404
+        assert OpenAIErrorEnvelope.model_validate(answer.json()).error.code == "model_not_found"
+        assert ModelView.model_validate((await client.get(f"/v1/models/{CHAT_MODEL}")).json()).units == 1
 
 
 async def test_neighbours_of_one_role_are_one_turn(claude: anthropic.AsyncAnthropic) -> None:
@@ -245,9 +262,9 @@ async def test_a_count_is_what_the_answer_says(
         {"role": "user", "content": "So?"},
     ]
     counted = await claude.messages.count_tokens(model=model, system="Answer.", messages=turns)
+    assert not any((await cell.running()).values()), "nothing was reserved or admitted for the count"
     answer = await claude.messages.create(model=model, system="Answer.", messages=turns, max_tokens=1)
     assert counted.input_tokens == answer.usage.input_tokens
-    assert not any((await cell.running()).values()), "nothing was reserved or admitted for the count"
 
 
 async def test_a_count_is_refused_where_nobody_can_know_it(

@@ -14,6 +14,7 @@ import pytest_asyncio
 from support.local_cell import CHAT_MODEL, EMBEDDING_MODEL, LocalCell, cell_config, local_cell
 
 from gateway.http.shapes.errors import ErrorEnvelope, OpenAIErrorEnvelope
+from gateway.http.shapes.pipelines import PlanView
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -111,6 +112,13 @@ BAD = [
     ("region elsewhere", SOURCES, b'{"name": "x", "type": "qdrant", "region": "mars"}', 400, "region"),
     ("more answers than one", CHAT, chat(n=2), 400, "n"),
     ("tools", CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
+    (
+        "what a tool said",
+        CHAT,
+        chat(messages=[*HELLO, {"role": "tool", "tool_call_id": "c", "content": "5"}]),
+        400,
+        "messages[1].role",
+    ),
     ("log probabilities", CHAT, chat(logprobs=True), 400, "logprobs"),
     ("a picture", CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, None),
     ("an empty list of inputs", INVOKE, b'{"inputs": []}', 400, "inputs"),
@@ -142,6 +150,18 @@ async def test_bad_input_has_its_status_names_its_field_and_leaves_nothing(
         assert status == 404 or param.rsplit(".", 1)[-1].split("[")[0] in error["message"]
     assert len(error["message"]) > 10
     await cell.until_idle()
+
+
+async def test_a_call_of_nothing_is_told_of_the_dry_run_which_needs_nothing(
+    cell: LocalCell, pipeline_id: str
+) -> None:
+    async with cell.client() as client:
+        refused = await client.post(f"/v1/pipelines/{pipeline_id}/invoke", json={})
+        assert "`dry-run`" in refused.json()["error"]["message"]
+        for body in (b"", b" {} \n"):
+            planned = await client.post(f"/v1/pipelines/{pipeline_id}/dry-run", content=body)
+            assert planned.status_code == 200, planned.text
+            PlanView.model_validate(planned.json())
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_with_the_counts(

@@ -1,6 +1,8 @@
 """The command line against a gateway that is a function and a launcher that starts nothing."""
 
 import json
+import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,13 @@ from typer.testing import CliRunner, Result
 
 from gateway.cli import units
 from gateway.cli.app import app
+from gateway.cli.cell import told_by
 from gateway.cli.console import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
+from gateway.launch import lines_until
 from gateway.observe.explain import explanation
 from gateway.observe.explain import told as told_of
-from grid import client
+from grid import Grid, client
+from grid.errors import InternalError
 
 UNIT = {
     "unit_id": "unit-m-0",
@@ -450,3 +455,64 @@ def test_a_mistake_in_the_configuration_is_one_of_usage(gateway: Gateway, tmp_pa
     result = grid("up")
     assert result.exit_code == EXIT_USAGE
     assert "did you mean 'gateway'?" in result.stderr
+
+
+# --- a gateway that is silent ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("routes", "told"),
+    [
+        ({}, {"ready": False, "not_ready": ["the gateway does not answer: away"]}),
+        (
+            {"/readyz": httpx.Response(503, json={"error": {"code": "rejected", "message": "no replica"}})},
+            {"ready": False, "not_ready": ["the gateway does not answer: no replica"]},
+        ),
+        (
+            {
+                "/readyz": httpx.Response(503, json={"ready": False, "reasons": ["no unit"]}),
+                "/v1/units": httpx.Response(401, json={"error": {"message": "wrong key"}}),
+            },
+            {"ready": False, "not_ready": ["no unit"], "units_unknown": "wrong key"},
+        ),
+        (
+            {
+                "/readyz": httpx.Response(200, json={"ready": True, "reasons": []}),
+                "/v1/units": httpx.Response(200, json={"units": [UNIT]}),
+            },
+            {"ready": True, "not_ready": [], "units": [UNIT]},
+        ),
+    ],
+)
+def test_status_says_what_it_knows_of_a_gateway_that_may_be_silent(
+    routes: dict[str, httpx.Response], told: dict[str, Any]
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path not in routes:
+            raise httpx.ConnectError("away")
+        return routes[request.url.path]
+
+    with Grid("http://cell", "zg-op-x", max_retries=0, transport=httpx.MockTransport(answer)) as asked:
+        said = told_by(asked, with_units=True)
+    if not routes:
+        assert said["not_ready"][0].startswith("the gateway does not answer: ")
+        said["not_ready"] = told["not_ready"]
+    assert said == told
+
+
+def test_the_start_of_a_cell_waits_for_a_silent_child_only_so_long() -> None:
+    read, write = os.pipe()
+    try:
+        os.write(write, b"one\ntwo\nthr")
+        lines = lines_until(read, time.monotonic() + 0.05)
+        assert [next(lines), next(lines)] == [b"one", b"two"]
+        with pytest.raises(InternalError, match="was not ready within"):
+            next(lines)
+        os.write(write, b"ee\n")
+        os.close(write)
+        write = -1
+        assert list(lines_until(read, time.monotonic() + 10)) == [b"ee"]
+    finally:
+        os.close(read)
+        if write >= 0:
+            os.close(write)

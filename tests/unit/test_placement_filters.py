@@ -18,7 +18,16 @@ from grid.words import (
     UnitCard,
     UnitState,
 )
-from placement.filters import REASONS, RULES, Question, avoided_names, is_version_of, rejections, sift
+from placement.filters import (
+    REASONS,
+    RULES,
+    Question,
+    avoided_by,
+    avoided_names,
+    is_version_of,
+    rejections,
+    sift,
+)
 from placement.fleet import View
 
 NOW_S = 0.0
@@ -134,6 +143,21 @@ def test_an_avoided_model_is_avoided_by_any_name() -> None:
 )
 def test_version_rule(model: str, name: str, expected: bool) -> None:
     assert is_version_of(model, name) is expected
+
+
+@pytest.mark.parametrize(
+    ("avoid", "says"),
+    [
+        (("model-x",), "'model-x'"),
+        (("gpt-4o",), "'gpt-4o'"),
+        (("other", "gpt"), "'gpt' (which covers the alias 'gpt-4o')"),
+    ],
+)
+def test_the_name_to_take_off_the_list_is_the_one_that_stands_on_it(
+    avoid: tuple[str, ...], says: str
+) -> None:
+    aliases = {"gpt-4o": "model-x", "z": "other"}
+    assert avoided_by(avoid, aliases, "model-x-2") == says
 
 
 def test_avoided_names_without_any() -> None:

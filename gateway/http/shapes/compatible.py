@@ -64,7 +64,10 @@ class Embeddings(Shape):
 class ModelView(Shape):
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str = Field(description="of a release that nobody told the grid of: the beginning of 1970")
     owned_by: str
     task: Literal["generate", "embed"]
     alias_of: str | None
@@ -76,6 +79,9 @@ class ModelView(Shape):
 class ModelList(Shape):
     object: Literal["list"]
     data: list[ModelView]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class TextBlock(Shape):
