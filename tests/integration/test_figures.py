@@ -27,6 +27,7 @@ from grid.units import events as ev
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
+FIGURES_AGE_S = 10.0
 SLOW, DOOMED = "sim-slow", "sim-doomed"
 
 
@@ -207,6 +208,24 @@ async def test_figures_of_mixed_calls_over_two_replicas_are_true(
         assert everything.metrics.error_rate_5xx == pytest.approx(failed / 500)
 
 
+async def test_figures_of_any_replica_are_never_older_than_ten_seconds(cell: LocalCell) -> None:
+    """Nobody writes or forgets anything by hand here: what is waited for is the promise itself."""
+    async with cell.client() as one, cell.client(replica=1) as two:
+        pipeline_id = await generating(one)
+        asked = {"pipeline_id": pipeline_id}
+
+        async def rate() -> float:
+            shown = MetricsView.model_validate((await two.get("/v1/metrics", params=asked)).json())
+            return shown.metrics.request_rate_per_second
+
+        for _call in range(2):
+            before = await rate()
+            await good(one, pipeline_id, Truth())
+            async with asyncio.timeout(FIGURES_AGE_S):
+                while await rate() <= before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+
 async def test_a_call_can_be_explained_by_any_replica_but_not_to_others(cell: LocalCell) -> None:
     other_key = await cell.tenant("other")
     async with cell.client() as one, cell.client(replica=1) as two, cell.client(other_key) as other:
@@ -289,6 +308,13 @@ async def _step_metrics(client: httpx.AsyncClient, pipeline_id: str) -> StepMetr
     return step
 
 
+async def _cu_per_s(client: httpx.AsyncClient, pipeline_id: str) -> float:
+    """Return the compute that the ready units of a pipeline's only model give in a second."""
+    (step,) = (await client.get(f"/v1/pipelines/{pipeline_id}")).json()["contract"]["pipeline"]["steps"]
+    units = (await client.get("/v1/units")).json()["units"]
+    return float(sum(u["cu_factor"] for u in units if (u["model"], u["state"]) == (step["model"], "ready")))
+
+
 async def _check(
     one: httpx.AsyncClient, two: httpx.AsyncClient, pipeline_id: str, truth: Truth, taps: Taps
 ) -> None:
@@ -319,6 +345,11 @@ async def _check(
         assert counted == truth.outcomes
         told = sum(s.usage.cu_seconds for s in taps.stories if s.pipeline_id == pipeline_id)
         assert usage.total.cu_seconds == pytest.approx(told, abs=1e-6 * truth.calls)
+        # Of what the ready units of the pipeline's model could have done in the window; none is left of one.
+        worth = await _cu_per_s(client, pipeline_id)
+        least, most = (min(100 * told / (worth * s), 100) if worth else 0.0 for s in (65, 60))
+        assert least * 0.999 - 0.001 <= shown.cu_utilization_pct <= most * 1.001 + 0.001
+        assert (shown.cu_utilization_pct > 0) == (worth > 0)
         if truth.outcomes["cancelled"]:
             assert usage.total.output_tokens >= truth.outcomes["cancelled"]
             assert usage.total.cu_seconds > 0, "who leaves pays for what was generated"

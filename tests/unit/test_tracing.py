@@ -115,7 +115,9 @@ VALUES = (
     | st.floats(allow_nan=False)
     | st.lists(st.text(max_size=9), max_size=3).map(tuple)
 )
-ATTRIBUTES = st.dictionaries(st.text(max_size=9), VALUES, max_size=4).map(lambda d: tuple(d.items()))
+ATTRIBUTES = st.dictionaries(
+    st.text(max_size=9) | st.text(min_size=40, max_size=140), VALUES, max_size=4
+).map(lambda d: tuple(d.items()))
 SPANS = st.builds(
     Span,
     trace_id=st.binary(min_size=16, max_size=16),
