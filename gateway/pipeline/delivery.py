@@ -226,6 +226,7 @@ class Delivery:
         stream = link.open(STREAM_BASE_BYTES + STREAM_BYTES_PER_TOKEN * submission.rest_tokens)
         stream.on_silent = partial(self._doubt, flight)
         flight.stream = stream
+        flight.heard_s = time.monotonic() + self._watch.first_token_s(decision.chosen.ttft_ms)
         stream.send(
             Submit(
                 stream=stream.id,

@@ -41,7 +41,8 @@ class Flight:
         self.stream: LinkStream | None = None
         self.reader: asyncio.Task[list[WireMessage]] | None = None
         self.heard_s = math.inf
-        """When its unit last said something, from its first token on; later, where nobody listened."""
+        """When its unit last said something; later where nobody listened, and in the future before the first
+        token is due."""
 
     @property
     def unit_id(self) -> str:

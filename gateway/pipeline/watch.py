@@ -28,6 +28,10 @@ STUCK_LEAST_S = 1.0
 STUCK_FACTOR = 8.0
 """Times the longest usual gap."""
 
+FIRST_TOKEN_S = 10.0
+"""Before its first token a stream is given so much more time, and STUCK_FACTOR times what was predicted: a
+prompt alone in an engine that says nothing of its steps may take that long."""
+
 GAP_MEMORY = 0.98
 """Of the longest gap, what is left of it with each frame after it: it counts for about a hundred."""
 
@@ -96,6 +100,11 @@ class Watch:
     def stuck_after_s(self, unit_id: str) -> float:
         """Return after what silence of a stream the unit's engine is in doubt."""
         return max(STUCK_LEAST_S, STUCK_FACTOR * self._gaps_s.get(unit_id, 0.0))
+
+    @staticmethod
+    def first_token_s(predicted_ms: float) -> float:
+        """Return how much longer than that a stream may be silent before its first token."""
+        return FIRST_TOKEN_S + STUCK_FACTOR * predicted_ms / 1000
 
     # --- streams and the fleet ----------------------------------------------------------------------
 

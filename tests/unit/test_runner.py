@@ -24,7 +24,7 @@ from support.scripted import (
 )
 
 from gateway.observe.story import Story
-from gateway.pipeline import farewell
+from gateway.pipeline import farewell, watch
 from gateway.pipeline.alarm import Alarm
 from gateway.pipeline.context import Context, Found, all_retrieved
 from gateway.pipeline.contract import StreamControl
@@ -166,6 +166,19 @@ async def test_a_silent_unit_is_raced_by_another() -> None:
     assert isinstance(rest[-1], Finished)
     assert placing.settled == [("req_1/generation-1/1", "failed", 2), ("req_1/generation-1/2", "done", 1)]
     assert isinstance(links.streams[0].sent[-1], Cancel)
+
+
+async def test_a_unit_that_never_begins_to_speak_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FIRST_TOKEN_S", 0.0)
+    monkeypatch.setattr(watch, "STUCK_LEAST_S", 0.01)
+    second = [message._replace(attempt=2) for message in ANSWER]  # type: ignore[call-arg]
+    placing, links = Placing(), Links([ANSWER[:1]], [second])
+    *_, finished = await run(planned(GENERATE), placing, links)
+    assert isinstance(finished, Finished)
+    assert sorted(placing.settled) == [
+        ("req_1/generation-1/1", "failed", 0),
+        ("req_1/generation-1/2", "done", 2),
+    ]
 
 
 async def test_a_unit_that_speaks_again_ends_the_race() -> None:

@@ -170,6 +170,7 @@ class Stream:
         assert flight.decision is not None
         flight.link, submission = link, flight.submission
         flight.stream = link.open(self, flight)
+        flight.heard_s = self._gateway.clock.now_s + self._gateway.watch.first_token_s(0.0)
         link.end.send(
             Submit(
                 stream=flight.stream,
