@@ -198,6 +198,8 @@ class Delivery:
             if span is not None:
                 span.end("place", began_s, time.monotonic(), kind=Kind.CLIENT, error=error.code)
             self._flights.drop(flight)
+            if order.is_hedge:
+                self._watch.budget.refund()  # it has cost nobody anything
             self._handle(st.NotPlaced(flight.number, error))
             return
         placed_s = time.monotonic()

@@ -205,6 +205,23 @@ async def test_a_unit_that_speaks_again_ends_the_race() -> None:
     await events.aclose()
 
 
+async def test_a_race_that_finds_no_unit_costs_nothing() -> None:
+    placing, links = Placing(), Links([ANSWER[:2]])
+    runner = Runner(placement=placing, links=links, retrieval=Searching())
+    events = runner.run(planned(GENERATE))
+    await anext(events)
+    waiting = asyncio.ensure_future(anext(events))
+    await until(lambda: links.streams[0].is_read)
+    placing.answers.append(NoEligibleUnit("no other"))
+    assert links.streams[0].on_silent is not None
+    links.streams[0].on_silent()
+    await until(lambda: not placing.answers)
+    links.streams[0].bring(ANSWER[2:])
+    assert isinstance((await waiting)[-1], Finished)
+    assert (runner.watch.budget.spent, runner.watch.budget.refunded) == (1, 1)
+    await events.aclose()
+
+
 async def test_leaving_while_two_race_frees_both() -> None:
     placing, links = Placing(), Links([ANSWER[:2]], [])
     events = Runner(placement=placing, links=links, retrieval=Searching()).run(planned(GENERATE))
