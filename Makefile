@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SEEDS ?= 10000
+# Where it is switched off, every process of the tests compiles them anew, with pytest's rewritten assertions.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-fast sim check setup
 .DEFAULT_GOAL := demo
