@@ -133,6 +133,8 @@ class Model(Section):
     context_tokens: int = Field(2048, ge=128)
     max_running: int = Field(16, ge=1, le=4096)
     max_waiting: int = Field(32, ge=0, le=65_536)
+    adaptive: bool = True
+    """vLLM computes shorter pieces of prompts and takes fewer requests while its KV cache is short."""
     pools: tuple[Pool, ...] = ()
     simulated: Simulated = Simulated()
 

@@ -132,6 +132,12 @@ class UnitLoad(NamedTuple):
     come later. 0 from whoever does not count."""
     held_since: int = 0
     """The sequence of the first of its samples that had these reservations."""
+    admits: int = 0
+    """Requests that it works on at once now, under memory pressure fewer than its card says; 0: as that."""
+    chunk_tokens: int = 0
+    """Of prompts that one engine step computes now; 0 where the engine has no such limit."""
+    preemptions: int = 0
+    """Requests that the engine evicted for want of KV memory, since the unit started."""
 
 
 class GpuCard(NamedTuple):

@@ -29,6 +29,7 @@ _DTYPES: dict[str, Any] = {
     "context_tokens": np.int64,
     "max_running": np.int64,
     "slots": np.int64,
+    "most_slots": np.int64,
     "drained": np.bool_,
     "isolated": np.bool_,
     "sampled_s": np.float64,
@@ -78,7 +79,9 @@ class Columns:
     context_tokens: Ints
     max_running: Ints
     slots: Ints
-    """How many requests it is given at once: `loads.slots`."""
+    """How many requests it is given at once, fewer while its memory is short."""
+    most_slots: Ints
+    """Otherwise: `loads.slots`."""
     # The newest sample: `UnitLoad` says what they are.
     state: Ints
     running: Ints
@@ -90,6 +93,7 @@ class Columns:
     steps: Ints
     sequence: Ints
     held_since: Ints
+    admits: Ints
     decode_ms_per_token: Floats
     # What may change.
     drained: Mask

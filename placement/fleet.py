@@ -260,7 +260,7 @@ class View:
         columns.memory_grant_mb[row] = card.memory_grant_mb
         columns.context_tokens[row] = card.context_tokens
         columns.max_running[row] = card.max_running
-        columns.slots[row] = slots(card)
+        columns.most_slots[row] = slots(card)
         columns.state[row] = UnitState.STARTING
         columns.drained[row] = card.unit_id in self._drained
         columns.sampled_s[row] = self._sampled_since_s = columns.studied_s[row] = -np.inf

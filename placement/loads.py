@@ -83,6 +83,8 @@ class Loads:
         free, total = columns.kv_tokens_free[rows], columns.kv_tokens_total[rows]
         unseen_kv_tokens = columns.unseen_kv_tokens[rows]
         columns.reported[rows], columns.released[rows] = reported, 0
+        admits, most = columns.admits[rows], columns.most_slots[rows]
+        columns.slots[rows] = np.where(admits > 0, np.minimum(admits, most), most)
         columns.kv_tokens_spare[rows] = free - cost.kv_tokens_kept(total) - unseen_kv_tokens
         load = columns.load[rows] = reported + columns.unseen[rows]
         ahead = columns.prefill_tokens_queued[rows] + columns.unseen_prompt_tokens[rows]

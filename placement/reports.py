@@ -40,7 +40,15 @@ def card_flaw(card: UnitCard) -> str:
 
 
 _COUNTS = ("running", "waiting", "kv_tokens_free", "kv_tokens_total", "prefill_tokens_queued", "steps")
-_LATER_COUNTS = ("prompt_tokens", "cached_tokens", "sequence", "held_since")
+_LATER_COUNTS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "sequence",
+    "held_since",
+    "admits",
+    "chunk_tokens",
+    "preemptions",
+)
 _READINGS = ("prefill_tokens_per_s", "decode_ms_per_token", "memory_used_mb", "compute_utilisation")
 
 

@@ -163,6 +163,9 @@ def unit_view(unit: FleetUnit) -> dict[str, Any]:
         "decode_ms_per_token": known(load.decode_ms_per_token),
         "prompt_tokens": load.prompt_tokens,
         "cached_tokens": load.cached_tokens,
+        "admits": load.admits or card.max_running,
+        "chunk_tokens": load.chunk_tokens or None,
+        "preemptions": load.preemptions,
         "sample_age_ms": round(unit.sample_age_ms, 1),
     }
 

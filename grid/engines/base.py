@@ -54,6 +54,12 @@ class EngineLoad:
     """Looked up in the prefix cache since the engine started."""
     cached_tokens: int = 0
     """Of them, found there."""
+    admits: int = 0
+    """Requests in work at once now, fewer than configured under memory pressure; 0: as configured."""
+    chunk_tokens: int = 0
+    """Of prompts that one step computes now; 0 where there is no such limit."""
+    preemptions: int = 0
+    """Requests evicted for want of KV memory, since the engine started."""
 
 
 @dataclass(frozen=True, slots=True)

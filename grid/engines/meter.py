@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grid.engines.adaptive import Limits, Sample
 from grid.engines.base import EngineLoad
 from grid.words import UNKNOWN
 
@@ -41,7 +42,10 @@ class Meter:
         self._decode_ms = UNKNOWN
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._preemptions = 0
         self.kv_tokens_total = 0
+        self.limits: Limits | None = None
+        """What the engine may do at once now; None where nothing changes that."""
 
     def joined(self, prompt_tokens: int, now_s: float) -> Stay:
         if not self._stays:
@@ -76,6 +80,16 @@ class Meter:
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += cached_tokens
 
+    def preempted(self, requests: int) -> None:
+        """The step evicted so many for want of KV memory."""
+        self._preemptions += requests
+
+    def sample(self) -> Sample:
+        """Return what the limits follow from."""
+        load = self.load()
+        usage = 1.0 - load.kv_tokens_free / load.kv_tokens_total if load.kv_tokens_total else 0.0
+        return Sample(usage, load.running, self._preemptions, self._decode_ms, self._prefill_tokens_per_s)
+
     def take_seconds(self, stay: Stay) -> float:
         """Return the request's share of step time since this was last asked."""
         seconds = self._share_s - stay.share_s_at
@@ -98,6 +112,9 @@ class Meter:
             decode_ms_per_token=self._decode_ms,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            admits=self.limits.admits if self.limits else 0,
+            chunk_tokens=self.limits.chunk_tokens if self.limits else 0,
+            preemptions=self._preemptions,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any
 
 from grid.config import Model
 from grid.engines import models
+from grid.engines.adaptive import Adaptive, Limits
 from grid.engines.arguments import Checkpoint, engine_arguments, read_checkpoint
 from grid.engines.base import EngineFacts, EngineLoad, Generation, Prepared, Sink, Step
 from grid.engines.decoder import Decoder, Detokenizer
@@ -30,8 +32,13 @@ from grid.hardware import catalogue
 from grid.hardware.catalogue import GpuModel
 from grid.words import UNKNOWN, FinishReason, Message, Precision
 
+log = logging.getLogger(__name__)
+
 SHUTDOWN_S = 1.0
 """vLLM's default waits 5 s for a process that has nothing to save."""
+
+ADAPT_PERIOD_S = 0.1
+"""How often it is looked whether memory is short: a few engine steps."""
 
 LONG_PROMPT_THREADS = 2
 """Long prompts tokenised at once. A thread can't be stopped, so what a caller abandons runs to its end; the
@@ -60,6 +67,7 @@ class VLLMEngine:
         self._llm: Any = None
         self._long_prompts = ThreadPoolExecutor(LONG_PROMPT_THREADS, thread_name_prefix="tokenise")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._adapting: asyncio.Task[None] | None = None
         self._prompts: PromptBuilder
         self._detokenizer: Detokenizer
         self._end_ids: list[int] = []
@@ -87,6 +95,10 @@ class VLLMEngine:
             raise InternalError(
                 f"vLLM could not load {model.name} from {folder}: {type(error).__name__}: {error}"
             ) from error
+        if model.adaptive:
+            full = Limits(arguments["max_num_batched_tokens"], model.max_running)
+            self._meter.limits = full
+            self._adapting = asyncio.create_task(self._adapt(Adaptive(full)))
         digest = await asyncio.to_thread(weights_digest, folder)
         prefill_tokens_per_s, decode_ms_per_token = self._priors(checkpoint)
         return EngineFacts(
@@ -142,6 +154,22 @@ class VLLMEngine:
         task.add_done_callback(lambda ended: self._ended(ended, sink))
         return task
 
+    async def _adapt(self, adaptive: Adaptive) -> None:
+        """Keep the engine's limits at what its memory allows."""
+        while True:
+            await asyncio.sleep(ADAPT_PERIOD_S)
+            limits = adaptive.handle(self._meter.sample(), time.monotonic())
+            if limits == self._meter.limits:
+                continue
+            try:
+                await self._adapter.limit(self._llm, limits)
+            except Exception as error:
+                # Whoever has a stream in it, or asks for its health, hears that the engine is dead.
+                log.warning("the engine takes no limits any more: %s", self._adapter.translated(error))
+                return
+            log.info("%s: prompts by %d tokens a step, %d requests at once", self._model.name, *limits)
+            self._meter.limits = limits
+
     async def _pump(
         self, outputs: AsyncGenerator[Any, None], generation: Generation, text: Decoder, sink: Sink
     ) -> None:
@@ -183,9 +211,10 @@ class VLLMEngine:
 
     async def close(self) -> None:
         self._long_prompts.shutdown(wait=False, cancel_futures=True)
-        for task in self._tasks:
+        tasks = [*self._tasks, *filter(None, [self._adapting])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._llm is not None:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(self._adapter.shut_down, llm, SHUTDOWN_S)

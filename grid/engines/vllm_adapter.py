@@ -22,6 +22,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from grid.engines import vllm_child
+from grid.engines.adaptive import Limits
 from grid.engines.base import Generation
 from grid.engines.meter import Meter
 from grid.errors import GridError, InternalError, InvalidRequest, UnitLost
@@ -49,6 +50,8 @@ class _StepListener(StatLoggerBase):  # type: ignore[misc]  # vLLM is not follow
             )
             cache = scheduler_stats.prefix_cache_stats
             self._meter.looked_up(cache.queries, cache.hits)
+        if iteration_stats is not None:
+            self._meter.preempted(iteration_stats.num_preempted_reqs)
 
     def log_engine_initialized(self) -> None:
         pass
@@ -69,6 +72,12 @@ def build(arguments: dict[str, Any], meter: Meter) -> tuple[AsyncLLM, int]:
         EngineCoreProc.run_engine_core = original
     cache = engine.vllm_config.cache_config
     return engine, int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+
+
+async def limit(engine: AsyncLLM, limits: Limits) -> tuple[int, int]:
+    """Bring the running engine's scheduler to `limits`; return what `vllm_child.limit` answers."""
+    step_tokens, admits = await engine.engine_core.call_utility_async(vllm_child.LIMIT, *limits)
+    return int(step_tokens), int(admits)
 
 
 def shut_down(engine: AsyncLLM, timeout_s: float) -> None:

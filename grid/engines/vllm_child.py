@@ -17,6 +17,9 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
+LIMIT = "zerogrid_limit"
+"""The engine core's method that sets what it may do at once."""
+
 CPU_NICENESS = 5
 """A third of the weight of a serving process while both want the same core, all of it otherwise."""
 
@@ -28,7 +31,21 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
         os.nice(CPU_NICENESS)
     from vllm.v1.engine.core import EngineCoreProc
 
+    # What a parent asks for by name is looked up on the engine core.
+    setattr(EngineCoreProc, LIMIT, limit)
     EngineCoreProc.run_engine_core(*args, **kwargs)
+
+
+def limit(core: Any, chunk_tokens: int, admits: int) -> tuple[int, int]:
+    """Let each step compute up to `chunk_tokens` of prompts beside the streams that run, and up to `admits`
+    requests be in work. Return the step's bound and the requests, as the scheduler has them now."""
+    scheduler = core.scheduler
+    scheduler.max_num_active_reqs = min(admits, scheduler.max_num_running_reqs)
+    # Streams that run take a token each; the rest is for prompts.
+    streams = max(admits, len(scheduler.running))
+    most = scheduler.scheduler_config.max_num_batched_tokens
+    scheduler.max_num_scheduled_tokens = min(chunk_tokens + streams, most)
+    return scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
 
 
 def die_with_parent() -> None:

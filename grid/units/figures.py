@@ -12,6 +12,9 @@ TEXTS = {
     "zerogrid_unit_kv_cache_usage_ratio": "Share of the KV cache that is taken, 0 to 1.",
     "zerogrid_unit_output_tokens": "Tokens that were generated since the unit started.",
     "zerogrid_unit_ttft_seconds": "Mean time from admission to the first token since the last figure.",
+    "zerogrid_unit_admits": "Requests that it works on at once now; fewer under memory pressure.",
+    "zerogrid_unit_chunk_tokens": "Prompt tokens that a step computes now; fewer under memory pressure.",
+    "zerogrid_unit_preemptions": "Requests evicted for want of KV memory since the unit started.",
 }
 
 
@@ -34,6 +37,10 @@ class UnitFigures:
             "zerogrid_unit_utilisation_ratio": load.running / card.max_running,
             "zerogrid_unit_output_tokens": counters.output_tokens,
         }
+        values["zerogrid_unit_admits"] = load.admits or card.max_running
+        if load.chunk_tokens:
+            values["zerogrid_unit_chunk_tokens"] = load.chunk_tokens
+            values["zerogrid_unit_preemptions"] = load.preemptions
         if load.kv_tokens_total > 0:
             values["zerogrid_unit_kv_cache_usage_ratio"] = 1 - load.kv_tokens_free / load.kv_tokens_total
         new = counters.first_tokens - self._first_tokens

@@ -172,6 +172,9 @@ class Unit:
             decode_ms_per_token=engine.decode_ms_per_token,
             prompt_tokens=engine.prompt_tokens,
             cached_tokens=engine.cached_tokens,
+            admits=engine.admits,
+            chunk_tokens=engine.chunk_tokens,
+            preemptions=engine.preemptions,
         )
 
     def retry_after_s(self, now_s: float) -> float:

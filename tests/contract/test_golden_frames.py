@@ -117,6 +117,9 @@ LOAD = UnitLoad(
     cached_tokens=4_096,
     sequence=77,
     held_since=70,
+    admits=3,
+    chunk_tokens=192,
+    preemptions=1,
 )
 GPU = GpuCard(
     uuid="GPU-1",

@@ -16,16 +16,20 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 from support.models import CACHE, prepared
+from support.waiting import until
 
 from grid.config import Model
+from grid.engines import adaptive
+from grid.engines.adaptive import Limits
 from grid.engines.base import Generation, Step, steps_of
 from grid.engines.environment import engine_environment
+from grid.engines.meter import Meter
 from grid.engines.models import TINY_RANDOM
 from grid.engines.registry import build_engine
 from grid.engines.vllm import VLLMEngine
 from grid.engines.vllm_child import CPU_NICENESS
 from grid.errors import Conflict, ContextOverflow, InvalidRequest, UnitLost
-from grid.words import FinishReason, Message, Sampling
+from grid.words import UNKNOWN, FinishReason, Message, Sampling
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -158,6 +162,37 @@ async def test_twenty_at_once_all_end_in_order_and_none_is_mixed_up(engine: VLLM
     assert all(steps[-1].finish_reason == FinishReason.LENGTH for steps in together)
     assert engine.load().running + engine.load().waiting == 0
     assert engine.load().decode_ms_per_token > 0
+
+
+async def test_limits_reach_the_running_engine_and_are_kept(engine: VLLMEngine) -> None:
+    full, adapter = engine._meter.limits, engine._adapter
+    assert full is not None
+    assert full.admits == MODEL.max_running
+    assert await adapter.limit(engine._llm, Limits(64, 2)) == (66, 2)
+    most = 0
+
+    async def watched(number: int) -> int:
+        nonlocal most
+        async for _ in steps_of(engine, await generation(engine, f"{number} " + "word " * 300, 20)):
+            most = max(most, engine._meter.sample().running)
+        return number
+
+    assert await asyncio.gather(*(watched(number) for number in range(5))) == list(range(5))
+    assert most == 2
+    assert await adapter.limit(engine._llm, full) == (full.chunk_tokens, full.admits)
+
+
+async def test_pressure_lowers_what_the_engine_does_at_once_and_calm_brings_it_back(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = engine._meter.limits
+    assert full is not None
+    monkeypatch.setattr(adaptive, "RAISE_GAP_S", 0.01)
+    with monkeypatch.context() as pressed:
+        pressed.setattr(Meter, "sample", lambda _meter: adaptive.Sample(0.95, 3, 0, UNKNOWN, UNKNOWN))
+        await until(lambda: engine.load().admits == 3 and engine.load().chunk_tokens < full.chunk_tokens)
+        assert len(ids(await run(engine, "Under pressure.", 8))) == 8
+    await until(lambda: engine._meter.limits == full)
 
 
 async def test_prefix_cache_is_shared_within_a_salt_only(engine: VLLMEngine) -> None:

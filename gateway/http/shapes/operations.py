@@ -38,6 +38,11 @@ class UnitView(Shape):
     decode_ms_per_token: float | None = Field(description="measured, as the batch is now")
     prompt_tokens: int = Field(description="looked up in the prefix cache since the unit started")
     cached_tokens: int = Field(description="of them, found there")
+    admits: int = Field(description="requests in work at once now; fewer while KV memory is short")
+    chunk_tokens: int | None = Field(
+        description="prompt tokens that one engine step computes now; null where there is no such limit"
+    )
+    preemptions: int = Field(description="requests evicted for want of KV memory since the unit started")
     sample_age_ms: float
 
 
