@@ -3,8 +3,8 @@
     python benchmarks/chunking.py [--json OUT] [--rounds N]
 
 One engine of the tiny random model on real vLLM, whose KV cache holds 32,768 tokens. Sixteen streams fill it
-to the brim; once it is short, prompts of 900 tokens come one after the other. With and without adaptive limits
-take turns on the same engine, and without is the baseline. Medians over the rounds:
+to the brim; once it is short, prompts of 900 tokens come one after the other. With and without adaptive
+limits take turns on the same engine, and without is the baseline. Medians over the rounds:
 
   decode    median time between tokens of the streams while no long prompt is computed
   beside    the same, and the 90th percentile, while one is, from its first step to its first token

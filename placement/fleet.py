@@ -556,6 +556,7 @@ class View:
         if observed_s >= self._published_s + PUBLISH_S:
             self._published_s = observed_s
             self._set_speeds(self._learning.publish())
+        self._look_at_neighbours()
         expired = 0
         for reservation in self._ledger.expired(observed_s, self._renewed_until_s):
             row = self._row_of(reservation)
@@ -564,6 +565,15 @@ class View:
                 self._charge(row, reservation, -1)
             expired += 1
         return expired
+
+    def _look_at_neighbours(self) -> None:
+        """Units that share a GPU are as fast as their neighbours let them be."""
+        neighbours = self._learning.neighbours
+        rows = {unit_id: self._rows[unit_id] for unit_id in neighbours.shared}
+        if rows:
+            works = {unit_id: bool(self.columns.load[row] > 0) for unit_id, row in rows.items()}
+            changed = neighbours.look(works)
+            self._set_speeds([self.units[rows[slowed.unit_id]].speed for slowed in changed])
 
     def _end(self, reservation_id: str) -> None:
         reservation = self._ledger.pop(reservation_id)

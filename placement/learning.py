@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from grid.words import PlacementRequest, UnitCard
 from placement.lengths import NO_PROMPT, Forecast, OutputLengths, Prompt
+from placement.neighbours import Neighbours
 from placement.reports import Spent
 from placement.speeds import LearnedSpeeds, Ran, UnitSpeed
 
@@ -68,6 +69,10 @@ class Learning:
     def join(self, card: UnitCard) -> UnitSpeed:
         """Return what is known of a unit like that. Whoever keeps it says `leave` in the end."""
         return self._speeds.join(card)
+
+    @property
+    def neighbours(self) -> Neighbours:
+        return self._speeds.neighbours
 
     def publish(self) -> list[UnitSpeed]:
         """Return the units whose speeds are others now."""

@@ -21,6 +21,7 @@ from grid.hardware import catalogue
 from grid.words import Precision, UnitCard
 from placement.columns import Floats
 from placement.factors import DRIFT, Factor, TwoTerms, learn
+from placement.neighbours import Neighbours, Slowed
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1_000.0
 DEFAULT_STEP_MS = 30.0
@@ -78,6 +79,13 @@ class Speeds(NamedTuple):
     first_steps: float
     """Steps that a first token takes beside its prompt."""
     prefill_ms_per_token: float
+
+    def slowed(self, factor: float) -> Speeds:
+        """Return those of a unit whose every step takes `factor` times as long."""
+        step_ms, per_request, per_kv_token, first_steps, per_token = self
+        return Speeds(
+            *(step_ms * factor, per_request * factor, per_kv_token * factor), first_steps, per_token * factor
+        )
 
     def scaled(self, decode: float, prefill: float) -> Speeds:
         step_ms, per_request, per_kv_token, first_steps, per_token = self
@@ -186,19 +194,21 @@ class _Kind:
 class UnitSpeed:
     """One unit's part: its kind, and what sets it apart."""
 
-    __slots__ = ("_decode", "_learner", "_prefill", "kind", "unit_id")
+    __slots__ = ("_decode", "_learner", "_prefill", "card", "kind", "slowed", "unit_id")
 
-    def __init__(self, unit_id: str, kind: _Kind, learner: LearnedSpeeds) -> None:
-        self.unit_id = unit_id
+    def __init__(self, card: UnitCard, kind: _Kind, learner: LearnedSpeeds, slowed: Slowed) -> None:
+        self.card, self.unit_id = card, card.unit_id
         self.kind, self._learner = kind, learner
+        self.slowed = slowed
         self._decode, self._prefill = Factor(), Factor()
 
     @property
     def speeds(self) -> Speeds:
         """As published; the same object for all units of a kind that have no factor of their own."""
-        if not (self._decode.published or self._prefill.published):
-            return self.kind.published
-        return self.kind.published.scaled(math.exp(self._decode.published), math.exp(self._prefill.published))
+        speeds, slowed = self.kind.published, self.slowed.published
+        if self._decode.published or self._prefill.published:
+            speeds = speeds.scaled(math.exp(self._decode.published), math.exp(self._prefill.published))
+        return speeds if slowed == 1.0 else speeds.slowed(slowed)
 
     def ran(self, ran: Ran) -> None:
         """Learn from a finished request."""
@@ -206,22 +216,29 @@ class UnitSpeed:
         if ran.output_tokens > 0:
             kind.mixed(ran)
         load_ms = kind.load_ms(ran.batch, ran.kv_tokens, kind.computed_per_token)
+        slowed, noise = self.slowed.factor, REQUEST_NOISE * self.slowed.noise
         if ran.token_ms > 0:
-            learn(kind.decode, self._decode, kind.prior.step_ms, load_ms, ran.token_ms, REQUEST_NOISE)
+            alone_ms = ran.token_ms / slowed
+            learn(kind.decode, self._decode, kind.prior.step_ms, load_ms, alone_ms, noise)
         if ran.ttft_ms > 0:
             step_ms = kind.decode.predict(kind.prior.step_ms, load_ms) * math.exp(self._decode.log)
             whole_tokens = ran.prompt_tokens + ran.cached_tokens
             prompt_ms = kind.prior.prefill_ms_per_token * prompt_work(whole_tokens, ran.cached_tokens)
-            learn(kind.prefill, self._prefill, step_ms, prompt_ms, ran.ttft_ms, REQUEST_NOISE)
+            learn(kind.prefill, self._prefill, step_ms, prompt_ms, ran.ttft_ms / slowed, noise)
         self._learner.learned(self)
 
     def stepped(self, batch: int, kv_tokens: int, step_ms: float) -> None:
         """Learn from what the unit measured of its steps: no prompt is computed in those."""
-        load_ms = self.kind.load_ms(batch, kv_tokens, 1.0)
-        learn(self.kind.decode, self._decode, self.kind.prior.step_ms, load_ms, step_ms, REPORT_NOISE)
+        kind, load_ms = self.kind, self.kind.load_ms(batch, kv_tokens, 1.0)
+        alone_ms = kind.decode.predict(kind.prior.step_ms, load_ms) * math.exp(self._decode.log)
+        self.slowed.observed(math.log(step_ms / alone_ms))
+        step_ms /= self.slowed.factor
+        noise = REPORT_NOISE * self.slowed.noise
+        learn(kind.decode, self._decode, kind.prior.step_ms, load_ms, step_ms, noise)
         self._learner.learned(self)
 
     def leave(self) -> None:
+        self._learner.neighbours.leave(self.card)
         self.kind.units.discard(self)
         self.kind.counted()
         self.kind.decode.of_units -= self._decode.log
@@ -240,6 +257,7 @@ class UnitSpeed:
 class LearnedSpeeds:
     def __init__(self) -> None:
         self._kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
+        self.neighbours = Neighbours()
         self._learned: set[UnitSpeed] = set()
         """Since the last `publish`; bounded by the units."""
 
@@ -251,7 +269,7 @@ class LearnedSpeeds:
             self._make_room()
             kind = self._kinds[key] = _Kind(prior)
         self._kinds.move_to_end(key)
-        unit = UnitSpeed(card.unit_id, kind, self)
+        unit = UnitSpeed(card, kind, self, self.neighbours.join(card))
         kind.units.add(unit)
         kind.counted()
         return unit
