@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from grid.config import Config
 from grid.errors import InvalidRequest, Saturated
 from grid.samples import Floats, Ints, load_of
-from grid.wire.messages import HeldReservations
 from grid.words import (
     UNKNOWN,
     Condemned,
@@ -46,6 +45,7 @@ from placement.isolation import Isolation, Serving
 from placement.learning import LESSON_GAP_S, PUBLISH_S, STUDY_S, Learning
 from placement.lengths import Forecast
 from placement.loads import Loads, slots
+from placement.newest import Newest
 from placement.prefixes import Prefixes, UnitPrefixes
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
@@ -116,14 +116,6 @@ class Unit:
     """When a request last taught its speed."""
 
 
-class _NodesRows(NamedTuple):
-    """Where the units of a node's last batch were found."""
-
-    units: Sequence[str]
-    incarnations: Sequence[str]
-    rows: Ints
-
-
 class View:
     """`version` rises when a unit joins, leaves, changes state, is drained or isolated, and when a GPU
     becomes faulty; not with every sample."""
@@ -140,12 +132,10 @@ class View:
         """In row order."""
         self.dropped: Counter[str] = Counter()
         """Samples and calls that were not believed, by reason."""
-        self.last_flaw = ""
         self._rows: dict[str, int] = {}
         self._links: dict[int, set[str]] = {}
-        self._nodes_rows: dict[int, _NodesRows] = {}
-        """By link; asked anew when a unit has come, gone or moved."""
         self._ledger = Ledger()
+        self._newest = Newest(self.columns, self.units, self._rows, self.gpus, self._ledger, self.dropped)
         self._drained: set[str] = set()
         self._clock = freshness.ObservedClock(now_s)
         self._remembered: dict[Hashable, Any] = {}
@@ -186,7 +176,7 @@ class View:
         Their reservations stay until settled or expired, because the unit may only have lost its link.
         """
         self.gpus.leave(link)
-        self._nodes_rows.pop(link, None)
+        self._newest.moved()
         gone = tuple(sorted(self._links.get(link, ())))
         for unit_id in gone:
             self._remove(unit_id)
@@ -207,6 +197,7 @@ class View:
 
     def join_node(self, card: NodeCard, link: int) -> None:
         """Take in the probe of a node. Raises InvalidRequest or Saturated."""
+        self._newest.moved()
         if self.gpus.join(card, link):
             self._changed()
 
@@ -267,7 +258,7 @@ class View:
         speed = self._learning.join(card)
         self.units.append(Unit(card, link, speed, speed.speeds, self.prefixes.join()))
         self._rows[card.unit_id] = row
-        self._nodes_rows.clear()
+        self._newest.moved()
         self._links.setdefault(link, set()).add(card.unit_id)
         self._set_speeds([speed])
         self._loads.miss(row, self._ledger.of_unit(card.unit_id))
@@ -277,7 +268,7 @@ class View:
         for reservation in self._ledger.of_unit(unit_id):
             reservation.expires_s = self._renewed_until_s(reservation)
         row = self._rows.pop(unit_id)
-        self._nodes_rows.clear()
+        self._newest.moved()
         link = self.units[row].link
         self._links[link].remove(unit_id)
         if not self._links[link]:
@@ -299,104 +290,13 @@ class View:
         self.take([samples.own(tuple(loads), link)], now_s)
 
     def take(self, batches: Sequence[Batch], now_s: float) -> None:
-        """Take samples at once. One that can't be believed is counted and dropped: its unit goes stale."""
-        found = [self._rows_of(batch) for batch in batches]
-        rows = np.concatenate(found)
-        if len(batches) > 1 and self._meets_twice(rows[rows >= 0]):
-            # Which of a unit's samples is the newer, each after the other tells.
-            for batch in batches:
-                self.take([batch], now_s)
-        elif rows.max(initial=-1) >= 0:
-            counts = np.concatenate([batch.counts for batch in batches], axis=1)
-            readings = np.concatenate([batch.readings for batch in batches], axis=1)
-            newest = self._newest(rows, counts, readings)
-            first = 0
-            for batch in batches:
-                for change in batch.held:
-                    place = first + change.place
-                    if newest[place]:
-                        self._list(rows.item(place), change, counts.item(samples.HELD_SINCE, place))
-                first += len(batch.units)
-            self._take(*self._listed(rows, counts, readings, newest), self._clock.read(now_s))
-
-    def _rows_of(self, batch: Batch) -> Ints:
-        """Return the rows of a batch's units, -1 for those that its sender may not speak for."""
-        known = self._nodes_rows.get(batch.link)
-        if known and known.units == batch.units and known.incarnations == batch.incarnations:
-            return known.rows
-        is_node = bool(batch.node_id) and self.gpus.speaks_for(batch.node_id, batch.link)
-        found = []
-        for unit_id, incarnation in zip(batch.units, batch.incarnations, strict=True):
-            row, reason = self._rows.get(unit_id, -1), ""
-            if row < 0:
-                reason = "unknown_unit"
-            elif self.units[row].link != batch.link and not (
-                is_node and self.units[row].card.node_id == batch.node_id
-            ):
-                reason = "foreign_unit"
-            elif self.units[row].card.incarnation != incarnation:
-                reason = "wrong_incarnation"
-            if reason:
-                self.dropped[reason] += 1
-            found.append(-1 if reason else row)
-        rows = np.array(found, np.int64)
-        if batch.node_id and -1 not in found:
-            self._nodes_rows[batch.link] = _NodesRows(batch.units, batch.incarnations, rows)
-        return rows
-
-    def _meets_twice(self, rows: Ints) -> bool:
-        places = np.arange(len(rows))
-        self.columns.place[rows] = places
-        return bool(np.count_nonzero(self.columns.place[rows] != places))
-
-    def _newest(self, rows: Ints, counts: Ints, readings: Floats) -> Mask:
-        """Return which samples can be believed and are newer than what is known."""
-        is_ours, sequence = rows >= 0, counts[samples.SEQUENCE]
-        sound = samples.sound(counts, readings)
-        newer = (sequence > self.columns.sequence[rows]) | (sequence == 0)
-        newest: Mask = is_ours & sound & newer
-        if np.count_nonzero(newest) < len(rows):
-            for place in np.flatnonzero(is_ours & ~sound).tolist():
-                unit_id = self.units[rows.item(place)].card.unit_id
-                self.dropped["bad_sample"] += 1
-                self.last_flaw = f"{unit_id}: {samples.flaw(unit_id, counts[:, place], readings[:, place])}"
-            self._drop("late_sample", is_ours & sound & ~newer)
-        return newest
-
-    def _listed(self, rows: Ints, counts: Ints, readings: Floats, newest: Mask) -> tuple[Ints, Ints, Floats]:
-        """Return, of the newest samples, those whose list of reservations is known."""
-        known = counts[samples.HELD_SINCE] == self.columns.listed_since[rows]
-        taken = newest & known
-        if np.count_nonzero(taken) == len(rows):
-            return rows, counts, readings
-        self._drop("unknown_list", newest & ~known)
-        return rows[taken], counts[:, taken], readings[:, taken]
-
-    def _drop(self, reason: str, which: Mask) -> None:
-        if count := int(np.count_nonzero(which)):
-            self.dropped[reason] += count
-
-    def _list(self, row: int, change: HeldReservations, since: int) -> None:
-        """Bring a unit's list of reservations up to its newest sample, where that can be done."""
-        columns, unit = self.columns, self.units[row]
-        if change.since == 0:
-            unit.held = set(change.begun)
-            columns.relisted[row] = True
-        elif change.since == columns.listed_since[row]:
-            unit.held.difference_update(change.ended)
-            unit.held.update(change.begun)
-            for reservation_id in change.ended:
-                reservation = self._ledger.get(reservation_id)
-                if reservation is not None and reservation.seen and reservation.unit_id == unit.card.unit_id:
-                    self._ledger.pop(reservation_id)
-        else:
-            return
-        columns.listed_since[row], columns.listed[row] = since, len(unit.held)
+        """Take samples at once. One that is not believed is counted and dropped: its unit goes stale."""
+        observed_s = self._clock.read(now_s)
+        for rows, counts, readings in self._newest.of(batches):
+            self._take(rows, counts, readings, observed_s)
 
     def _take(self, rows: Ints, counts: Ints, readings: Floats, observed_s: float) -> None:
         """Each of these is its unit's newest sample from here on."""
-        if not len(rows):
-            return
         columns = self.columns
         if np.count_nonzero(counts[samples.STATE] != columns.state[rows]):
             self._changed()
@@ -611,6 +511,11 @@ class View:
         return row
 
     # --- reading ----------------------------------------------------------------------------
+
+    @property
+    def last_flaw(self) -> str:
+        """Of the newest sample that could not be a unit's."""
+        return self._newest.last_flaw
 
     @property
     def reservations(self) -> int:
