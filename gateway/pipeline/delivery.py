@@ -28,7 +28,7 @@ from gateway.pipeline.events import (
     StepTiming,
 )
 from gateway.pipeline.farewell import Farewells
-from gateway.pipeline.flights import Flight, Flights
+from gateway.pipeline.flights import Flight, Flights, News
 from gateway.pipeline.plan import GenerationPlan, Plan, estimated_tokens
 from gateway.pipeline.prefix import prompt_prefix, turn
 from gateway.pipeline.session import Order, Phase, Session
@@ -126,12 +126,16 @@ class Delivery:
         session = self._session
         self._flights.listen_again()
         while not self._events and session.phase is not Phase.ENDED:
-            if session.due_s <= time.monotonic():
+            due_s = session.due_s
+            if due_s <= time.monotonic():
                 self._handle(st.Tick())
+            elif (speaker := self._flights.speaker) is not None:
+                self._take(speaker, await self._flights.read(speaker, due_s))
             elif not self._begun and (flight := self._flights.unplaced) is not None:
                 await self._place(flight)  # there is nothing else to wait for
             else:
-                await self._listen(session.due_s)
+                for flight, news in await self._flights.read_any(due_s):
+                    self._take(flight, news)
         events, self._events = self._events, []
         return events
 
@@ -161,16 +165,13 @@ class Delivery:
             self._handle(st.Suspected(flight.number))
             self._flights.ring()
 
-    async def _listen(self, due_s: float) -> None:
-        for flight, news in await self._flights.wait(due_s):
-            if flight not in self._flights:  # what came before ended it
-                continue
-            if news is None:
-                self._doubt(flight)
-            elif isinstance(news, GridError):
-                self._handle(st.LinkLost(flight.number, news))
-            else:
-                self._handle(st.Frames(flight.number, news))
+    def _take(self, flight: Flight, news: News) -> None:
+        if news is None:
+            self._doubt(flight)
+        elif isinstance(news, GridError):
+            self._handle(st.LinkLost(flight.number, news))
+        elif news:
+            self._handle(st.Frames(flight.number, news))
 
     # --- placing --------------------------------------------------------------------------------
 
@@ -228,6 +229,7 @@ class Delivery:
         stream = link.open(STREAM_BASE_BYTES + STREAM_BYTES_PER_TOKEN * submission.rest_tokens)
         stream.on_silent = partial(self._doubt, flight)
         flight.stream = stream
+        flight.stuck_after_s = self._watch.stuck_after_s(flight.unit_id)
         flight.heard_s = time.monotonic() + self._watch.first_token_s(decision.chosen.ttft_ms)
         stream.send(
             Submit(

@@ -14,7 +14,7 @@ from typing import Any
 
 from gateway.pipeline import stream as st
 from gateway.pipeline.alarm import Alarm
-from gateway.pipeline.watch import Watch, Watched
+from gateway.pipeline.watch import STUCK_LEAST_S, Watch, Watched
 from grid.errors import GridError
 from grid.wire.link import LinkStream
 from grid.wire.messages import Cancel, Tokens, WireMessage
@@ -30,7 +30,17 @@ PUNCTUAL_S = 0.1
 class Flight:
     """One attempt carried out: first a place is looked for, then its stream is read."""
 
-    __slots__ = ("decision", "heard_s", "number", "order", "placing", "reader", "stream", "submission")
+    __slots__ = (
+        "decision",
+        "heard_s",
+        "number",
+        "order",
+        "placing",
+        "reader",
+        "stream",
+        "stuck_after_s",
+        "submission",
+    )
 
     def __init__(self, order: st.Place) -> None:
         self.number = order.attempt
@@ -43,6 +53,8 @@ class Flight:
         self.heard_s = math.inf
         """When its unit last said something; later where nobody listened, and in the future before the first
         token is due."""
+        self.stuck_after_s = STUCK_LEAST_S
+        """How much later its engine is in doubt."""
 
     @property
     def unit_id(self) -> str:
@@ -63,8 +75,8 @@ class Flight:
 
 
 News = Sequence[WireMessage] | GridError | None
-"""What arrived on a flight's stream; why the stream is lost; or None: nothing, for so long that its unit's
-engine may be stuck."""
+"""What arrived on a flight's stream, perhaps nothing; why the stream is lost; or None: it is silent for so
+long that its unit's engine may be stuck."""
 
 
 class Flights:
@@ -131,31 +143,34 @@ class Flights:
         """End the wait that is under way: there is something to do."""
         self._alarm.ring()
 
-    async def wait(self, due_s: float) -> list[tuple[Flight, News]]:
-        """Return what came, at `due_s` (monotonic seconds) at the latest; nothing where nothing did."""
+    @property
+    def speaker(self) -> Flight | None:
+        """The one that is alone and has a stream."""
         if len(self._all) == 1:
-            (flight,) = self._all.values()
-            if flight.stream is not None and flight.reader is None:
-                return await self._read(flight, flight.stream, due_s)
-        return await self._read_any(due_s)
+            for flight in self._all.values():
+                return flight if flight.stream is not None and flight.reader is None else None
+        return None
 
-    async def _read(self, flight: Flight, stream: LinkStream, due_s: float) -> list[tuple[Flight, News]]:
-        stuck_s = flight.heard_s + self._watch.stuck_after_s(flight.unit_id)
+    async def read(self, speaker: Flight, due_s: float) -> News:
+        """Return what came from the one that speaks, at `due_s` (monotonic seconds) at the latest; an empty
+        list where nothing did. The way of nearly every token."""
+        assert speaker.stream is not None
+        stuck_s = speaker.heard_s + speaker.stuck_after_s
         try:
-            messages = await self._alarm.wait(stream.receive(), min(due_s, stuck_s))
+            messages = await self._alarm.wait(speaker.stream.receive(), due_s if due_s < stuck_s else stuck_s)
         except GridError as error:
-            return [(flight, error)]
+            return error
         if messages is not None:
-            self._heard(flight, messages)
-            return [(flight, messages)]
+            self._heard(speaker, messages)
+            return messages
         now_s = time.monotonic()
         if now_s < stuck_s:
-            return []
-        flight.heard_s = now_s
-        return [(flight, None)] if now_s < stuck_s + PUNCTUAL_S else []
+            return ()
+        speaker.heard_s = now_s
+        return None if now_s < stuck_s + PUNCTUAL_S else ()
 
-    async def _read_any(self, due_s: float) -> list[tuple[Flight, News]]:
-        """Wait for whichever has news: the slow way, where not exactly one speaks."""
+    async def read_any(self, due_s: float) -> list[tuple[Flight, News]]:
+        """Return what came from whichever has news, at `due_s` at the latest."""
         waits: list[asyncio.Task[Any]] = []
         for flight in self._all.values():
             if flight.stream is not None and flight.reader is None:
@@ -189,7 +204,7 @@ class Flights:
         spoke = flight.heard_s < now_s
         if type(messages[-1]) is Tokens:
             if spoke:
-                self._watch.said(flight.unit_id, now_s - flight.heard_s)
+                flight.stuck_after_s = self._watch.said(flight.unit_id, now_s - flight.heard_s)
             flight.heard_s = now_s
         elif spoke:
             flight.heard_s = now_s

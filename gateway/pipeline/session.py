@@ -92,9 +92,8 @@ class Session:
 
     def __init__(self, order: Order) -> None:
         self.phase = Phase.OPENING
-        self.answer = Answer(
-            order.stops, Chunker(order.min_tokens_per_chunk, order.max_latency_s, order.flush_on_eos)
-        )
+        self._chunker = Chunker(order.min_tokens_per_chunk, order.max_latency_s, order.flush_on_eos)
+        self.answer = Answer(order.stops, self._chunker)
         self.accepted: Accepted | None = None
         """By the first unit that did."""
         self.moves = 0
@@ -124,7 +123,7 @@ class Session:
     def due_s(self) -> float:
         """When `Tick` has to come next."""
         due_s = min(self._order.deadline_s, self._figures_due_s, self._place_due_s, self._move_due_s)
-        held_s = self.answer.due_s
+        held_s = self._chunker.due_s
         return due_s if held_s is None else min(due_s, held_s)
 
     @property

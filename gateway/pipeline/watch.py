@@ -90,12 +90,18 @@ class Watch:
 
     # --- pace -------------------------------------------------------------------------------------
 
-    def said(self, unit_id: str, gap_s: float) -> None:
-        """A stream of this unit has had tokens, `gap_s` after what it had before."""
-        usual_s = self._gaps_s.get(unit_id)
-        if usual_s is None and len(self._gaps_s) >= MAX_UNITS:
-            del self._gaps_s[next(iter(self._gaps_s))]
-        self._gaps_s[unit_id] = max(gap_s, (usual_s or 0.0) * GAP_MEMORY)
+    def said(self, unit_id: str, gap_s: float) -> float:
+        """A stream of this unit has had tokens, `gap_s` after what it had before; return `stuck_after_s`."""
+        gaps_s = self._gaps_s
+        usual_s = gaps_s.get(unit_id)
+        if usual_s is None:
+            if len(gaps_s) >= MAX_UNITS:
+                del gaps_s[next(iter(gaps_s))]
+        elif gap_s < usual_s * GAP_MEMORY:
+            gap_s = usual_s * GAP_MEMORY
+        gaps_s[unit_id] = gap_s
+        limit_s = STUCK_FACTOR * gap_s
+        return limit_s if limit_s > STUCK_LEAST_S else STUCK_LEAST_S
 
     def stuck_after_s(self, unit_id: str) -> float:
         """Return after what silence of a stream the unit's engine is in doubt."""
