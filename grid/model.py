@@ -69,6 +69,19 @@ class Variant(Section):
     """As the model's own `source`, which is what is meant when this is empty."""
 
 
+class Standby(Section):
+    """Units beyond those that the demand needs, ready to be taken in; within `max_units`."""
+
+    warm: int = Field(0, ge=0, le=1000)
+    """Loaded: taking one in costs one decision."""
+    asleep: int = Field(0, ge=0, le=1000)
+    """Loaded, with the GPU's memory given back: waking one takes a second or a few."""
+
+    @property
+    def units(self) -> int:
+        return self.warm + self.asleep
+
+
 class Pool(Section):
     """Units of a model that are alike. What a pool leaves out is as the model says."""
 
@@ -87,6 +100,7 @@ class Pool(Section):
     min_units: int = Field(1, ge=0, le=10_000)
     max_units: int | None = Field(None, ge=0, le=10_000)
     """None: as many as `min_units`."""
+    standby: Standby | None = None
     simulated: Simulated | None = None
     """What its simulated units do otherwise than the model's others."""
 
@@ -117,6 +131,8 @@ class Model(Section):
     """Billions of parameters, to tell what fits where; 0: not known (simulated: SIMULATED_PARAMETERS_B)."""
     min_units: int = Field(1, ge=0, le=10_000)
     max_units: int = Field(1, ge=0, le=10_000)
+    """As many as recent demand needs are kept, within these bounds."""
+    standby: Standby = Standby()
     region: str = ""
     """Where its units run; empty is the cell's region."""
     gpu: Gpu = ""
@@ -141,9 +157,24 @@ class Model(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Model:
         _check_bounds(self.min_units, self.max_units)
+        for each in self.pools or (self,):
+            most = each.min_units if each.max_units is None else each.max_units
+            gpus = self.gpus if each.gpus is None else each.gpus
+            self._check_standby(each.standby or self.standby, each.min_units, most, gpus)
         if self.engine != "simulated" and not all(variant.source for variant in self.checkpoints):
             raise ValueError(f"engine {self.engine!r} needs a source")
         return self
+
+    def _check_standby(self, standby: Standby, min_units: int, max_units: int, gpus: float) -> None:
+        if standby.units and min_units + standby.units > max_units:
+            raise ValueError(
+                f"{min_units} min_units and {standby.units} on standby are above max_units ({max_units}); "
+                "raise it"
+            )
+        if standby.asleep and not (self.engine == "simulated" or (self.engine == "vllm" and gpus)):
+            raise ValueError(
+                "standby.asleep needs vLLM on a GPU, whose memory it gives back; use standby.warm"
+            )
 
     @model_validator(mode="after")
     def _unambiguous(self) -> Model:

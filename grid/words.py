@@ -44,6 +44,10 @@ class UnitState(enum.IntEnum):
     DRAINING = 2
     FAILED = 3
     """The engine died under a living actor; the supervisor replaces the unit."""
+    STANDBY = 4
+    """Loaded, and kept for when it is needed: it gets no work until placement takes it in."""
+    ASLEEP = 5
+    """On standby with its GPU memory given back: the first request wakes the engine."""
 
 
 class Task(enum.IntEnum):
@@ -381,10 +385,23 @@ class Condemned(NamedTuple):
     """False for one that still serves, because too much of its model would be away without it."""
 
 
+class Demand(NamedTuple):
+    """How busy a model's units are now."""
+
+    model: str
+    requests: int
+    """On its units or waiting for one."""
+    refused: int
+    """Since placement started, for want of a unit with room."""
+
+
 class Outlook(NamedTuple):
     """What placement sees of the cell that the supervisor acts on."""
 
     condemned: tuple[Condemned, ...] = ()
+    demand: tuple[Demand, ...] = ()
+    states: tuple[tuple[str, int], ...] = ()
+    """Id and `UnitState` of the units of models with units on standby; one that was taken in is ready."""
 
 
 class FleetGpu(NamedTuple):

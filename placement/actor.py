@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from grid.config import Config
-from grid.errors import Forbidden, GridError, InternalError, NotFound
+from grid.errors import Forbidden, GridError, InternalError, NotFound, Rejected
 from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.wire.link import LinkServer, Peer
 from grid.wire.messages import (
@@ -32,10 +32,11 @@ from grid.wire.messages import (
     ReportNode,
     ReportUnits,
     Settle,
+    TakeIn,
     Watch,
     WireMessage,
 )
-from grid.words import Decision, FleetUnit, Outlook, PlacementRequest, UnitCard, UnitState
+from grid.words import Decision, Demand, FleetUnit, Outlook, PlacementRequest, UnitCard, UnitState
 from placement import samples, traces
 from placement.canary import Canaries
 from placement.decide import decide
@@ -61,6 +62,9 @@ report at once cost one look at the queue. A settlement gives its slot out at on
 
 GATHER_S = 1.5
 """After a start: units reconnect within a second. Gateways that know the fleet decide by themselves."""
+
+MISFITS = frozenset({"avoided", "region", "precision", "memory", "context"})
+"""Codes of units of the model that can't run the request, so that another of them could not either."""
 
 DECIDE_SAMPLES = 1024
 """Newest decision times kept for the percentiles of `stats`."""
@@ -109,6 +113,13 @@ class PlacementActor:
         self._pushed_s = -PUSH_PERIOD_S
         self._push_timer: asyncio.TimerHandle | None = None
         self._counts: Counter[str] = Counter()
+        self._models = frozenset(model.name for model in config.models)
+        self._on_standby = frozenset(
+            model.name for model in config.models for _, pool in model.split() if pool.standby.units
+        )
+        """Models with units on standby."""
+        self._refused: Counter[str] = Counter()
+        """By model."""
         self._decide_us: deque[float] = deque(maxlen=DECIDE_SAMPLES)
         self._mass_stale = False
         self._is_gathering = False
@@ -191,7 +202,17 @@ class PlacementActor:
 
     async def outlook(self) -> Outlook:
         """Return what the supervisor should act on."""
-        return Outlook(tuple(self._view.condemned()))
+        view = self._view
+        queued = {model: pool.waiting for model, pool in self._dispatch.queue.pools.items()}
+        load = view.loads_of_models()
+        return Outlook(
+            tuple(view.condemned()),
+            tuple(
+                Demand(model, load.get(model, 0) + queued.get(model, 0), self._refused[model])
+                for model in self._models
+            ),
+            view.states_of(self._on_standby),
+        )
 
     def figures(self) -> dict[str, float]:
         """Return the percentiles of the newest decisions, and what is held."""
@@ -277,11 +298,17 @@ class PlacementActor:
         return decision._replace(decide_us=spent_us)
 
     def _tell(self, answers: list[Answer]) -> None:
+        while self._dispatch.taken_in:
+            unit_id = self._dispatch.taken_in.pop()
+            log.info("unit %s is taken in from standby", unit_id)
+            if (unit := self._unit_peers.get(unit_id)) is not None:
+                unit.send(TakeIn(0, unit_id))
         for answer in answers:
             outcome = answer.outcome
             reply: Refused | Decided
             if isinstance(outcome, GridError):
                 self._counts[f"refused_{outcome.code}"] += 1
+                self._note_refusal(answer.request, outcome)
                 reply = Refused.of(answer.stream, outcome)
             else:
                 self._counts["decided_after_waiting"] += outcome.queued_ms > 0
@@ -289,6 +316,14 @@ class PlacementActor:
             gateway = self._gateways.get(answer.holder)
             if gateway is not None:
                 gateway.send(reply)
+
+    def _note_refusal(self, request: PlacementRequest, refusal: GridError) -> None:
+        """Count what another unit of the model would have helped: the supervisor then starts one."""
+        model = self._view.rules.model(request.model)
+        if request.dry_run or model not in self._models or not isinstance(refusal, Rejected):
+            return
+        if not MISFITS & dict(refusal.details.get("rejected_by_code") or ()).keys():
+            self._refused[model] += 1
 
     def _settle(self, peer: Peer, message: Settle, now_s: float) -> None:
         spent = Spent(

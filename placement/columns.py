@@ -6,7 +6,7 @@ column attribute is always exactly as long as the fleet, so that no reader needs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ _DTYPES: dict[str, Any] = {
     "most_slots": np.int64,
     "drained": np.bool_,
     "isolated": np.bool_,
+    "taken_in": np.bool_,
     "sampled_s": np.float64,
     "paced_ms": np.float64,
     "paced_steps": np.float64,
@@ -100,6 +101,8 @@ class Columns:
     """By an operator; the unit's own draining is a state."""
     isolated: Mask
     """Left alone because it failed too often."""
+    taken_in: Mask
+    """From standby, and its newest sample does not say so yet."""
     sampled_s: Floats
     """Observed time of the newest sample; -inf before the first."""
     studied_s: Floats
@@ -231,6 +234,9 @@ class Names:
         if self._holds[number] == 0:
             del self._numbers[self._names[number]]
             self._free.append(number)
+
+    def items(self) -> Iterable[tuple[str, int]]:
+        return self._numbers.items()
 
     def number(self, name: str) -> int:
         """Return the number of `name`, or -1 when nothing holds it."""

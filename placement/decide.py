@@ -51,7 +51,9 @@ Among = Callable[[Question, Sifted], Ints]
 
 
 def _eligible(question: Question, sifted: Sifted) -> Ints:
-    return sifted.rows
+    if len(sifted.rows) or not question.request.dry_run:
+        return sifted.rows
+    return sifted.rows_of("standby")  # a call would take one in; a question about it doesn't
 
 
 def decide(
@@ -86,7 +88,7 @@ def decide(
         fleet_version=view.version,
         decide_us=0.0,
         stale_view=question.mass_stale,
-        candidates=len(sifted.rows),
+        candidates=max(len(sifted.rows), len(rows)),
         expected_output_tokens=cost.output_tokens(request, forecast),
         output_tokens_p90=max(1, min(request.max_output_tokens, forecast.p90_tokens)),
     )

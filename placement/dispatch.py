@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grid.errors import Cancelled, GridError, InternalError, Saturated
-from grid.words import Decision, FleetQueue, PlacementRequest
+from grid.errors import Cancelled, GridError, InternalError, Rejected, Saturated
+from grid.words import Decision, FleetQueue, PlacementRequest, UnitState
 from placement.columns import Floats, Ints, Mask
 from placement.decide import price, region_tiers
 from placement.filters import Question, sift, standing
@@ -52,6 +52,8 @@ class Dispatch:
         self.queue = Queue(limits)
         self._view = view
         self._decide = decide
+        self.taken_in: list[str] = []
+        """Units that serve from now on and have to be told; whoever tells them empties it."""
 
     # --- events -----------------------------------------------------------------------------
 
@@ -136,9 +138,31 @@ class Dispatch:
             return refused
 
     def _reserve(self, request: PlacementRequest, holder: int, now_s: float, queued_ms: float) -> Decision:
-        decision = self._decide(request, now_s)
+        try:
+            decision = self._decide(request, now_s)
+        except Rejected:
+            if not self._take_in(request, now_s):
+                raise
+            decision = self._decide(request, now_s)
         self._view.reserve(request, decision.chosen.unit_id, holder, now_s)
         return decision._replace(queued_ms=queued_ms) if queued_ms else decision
+
+    def _take_in(self, request: PlacementRequest, now_s: float) -> bool:
+        """Let a unit on standby serve, if one can run it: one that is awake, and of these the quickest."""
+        view, columns = self._view, self._view.columns
+        if not np.count_nonzero(columns.state >= UnitState.STANDBY):
+            return False
+        question = Question(request, view, now_s)
+        rows = sift(question).rows_of("standby")
+        if question.fresh is not None:
+            rows = rows[question.fresh[rows]]
+        if not len(rows):
+            return False
+        awake = rows[columns.state[rows] == UnitState.STANDBY]
+        rows = awake if len(awake) else rows
+        costs = price(request, view, view.forecast(request), rows)
+        self.taken_in.append(view.take_in(rows.item(int(costs.total_ms.argmin()))).unit_id)
+        return True
 
     def _serve_pool(self, model: str, now_s: float) -> list[Answer]:
         answers: list[Answer] = []

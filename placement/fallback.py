@@ -2,8 +2,9 @@
 
 The same filters, without the rule on freshness, since nothing is fresh: residency never relaxes. Of the units
 that pass, two are drawn and the cheaper one is taken, so that gateways which know nothing of each other do
-not all choose the same. Loads are those of the last push and what was decided here since; a unit that seems
-full may have room by now, and one that seems free may have none: its own admission is the truth. Pure.
+not all choose the same. Where none passes, a unit on standby is: its first request takes it in. Loads are
+those of the last push and what was decided here since; a unit that seems full may have room by now, and one
+that seems free may have none: its own admission is the truth. Pure.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class LastView:
 def drawn(question: Question, sifted: Sifted, *, rng: random.Random, even_full: bool) -> Ints:
     """Return up to CHOICES of the units that may run it, of the most preferred region that has any."""
     rows = sifted.rows
-    if even_full and not len(rows):
-        rows = sifted.rows_of("saturated")
+    for code in ("standby", "saturated") if even_full else ("standby",):
+        if not len(rows):
+            rows = sifted.rows_of(code)
     preferred = question.request.prefer_regions
     if preferred and len(rows):
         tiers = region_tiers(question.view, preferred)[rows]

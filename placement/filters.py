@@ -24,7 +24,10 @@ from placement.columns import Ints, Mask
 from placement.fleet import View
 
 _READY, _DRAINING = int(UnitState.READY), int(UnitState.DRAINING)
-"""Plain numbers: looking a member up in its enumeration costs as much as a comparison of 1,000 units."""
+_STANDBY = int(UnitState.STANDBY)
+"""Being on standby, asleep or not, is this or above.
+
+Plain numbers: looking a member up in its enumeration costs as much as a comparison of 1,000 units."""
 
 _VERSION = re.compile(r"[-_.:@/](v?\d.*|latest)", re.IGNORECASE | re.DOTALL)
 
@@ -238,7 +241,7 @@ def _gpu_detail(q: Question, row: int) -> str:
 def _state(q: Question) -> Mask:
     state, never = q.view.columns.state, q.view.columns.sampled_s == -np.inf
     # A unit that never reported is judged by its silence, below, not by the state that it starts with.
-    passes: Mask = (state == _READY) | (state == _DRAINING) | never
+    passes: Mask = (state == _READY) | (state == _DRAINING) | (state >= _STANDBY) | never
     return passes
 
 
@@ -266,6 +269,15 @@ def _isolated(q: Question) -> Mask:
 
 def _isolated_detail(q: Question, row: int) -> str:
     return f"is isolated: {q.view.isolated(q.view.units[row].card.unit_id)}"
+
+
+def _in_service(q: Question) -> Mask:
+    passes: Mask = (q.view.columns.state < _STANDBY) | q.view.columns.taken_in
+    return passes
+
+
+def _standby_detail(q: Question, row: int) -> str:
+    return "is on standby: it is taken in when no unit that serves has room"
 
 
 def _fresh(q: Question) -> Mask | None:
@@ -301,6 +313,7 @@ RULES: dict[str, Rule] = {
     "gpu": Rule("a GPU without a fatal error", _gpu, _gpu_detail),
     "state": Rule("started, and not failed", _state, _state_detail),
     "draining": Rule("not draining", _draining, _draining_detail),
+    "standby": Rule("not on standby", _in_service, _standby_detail),
     "isolated": Rule("not isolated for failing too often", _isolated, _isolated_detail),
     "stale": Rule("a sample that is fresh; else saturated", _fresh, _fresh_detail, momentary=True),
     "saturated": Rule("a free slot", _room, _room_detail, momentary=True),

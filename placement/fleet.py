@@ -17,7 +17,7 @@ ended comes back. Bounded by MAX_UNITS and their slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -195,6 +195,12 @@ class View:
             self._changed()
         return True
 
+    def take_in(self, row: int) -> UnitCard:
+        """Let a unit that is on standby serve from now on; its owner must tell it."""
+        self.columns.taken_in[row] = True
+        self._changed()
+        return self.units[row].card
+
     def join_node(self, card: NodeCard, link: int) -> None:
         """Take in the probe of a node. Raises InvalidRequest or Saturated."""
         self._newest.moved()
@@ -298,8 +304,7 @@ class View:
     def _take(self, rows: Ints, counts: Ints, readings: Floats, observed_s: float) -> None:
         """Each of these is its unit's newest sample from here on."""
         columns = self.columns
-        if np.count_nonzero(counts[samples.STATE] != columns.state[rows]):
-            self._changed()
+        changed = rows[counts[samples.STATE] != columns.state[rows]]
         if np.count_nonzero(columns.sampled_s[rows] == -np.inf):
             # Until its first sample a unit is silent, whatever its state; gateways see no difference.
             self._remembered.clear()
@@ -309,6 +314,9 @@ class View:
             elapsed_ms = 1e3 * np.minimum(observed_s - columns.sampled_s[rows], LONGEST_PACED_S)
             self._loads.pace(rows, elapsed_ms, np.maximum(steps, 0))
         columns.counts[:, rows], columns.readings[:, rows] = counts, readings
+        if len(changed):
+            columns.taken_in[changed] = False
+            self._changed()
         columns.sampled_s[rows] = observed_s
         self._study(rows[worked & (columns.studied_s[rows] <= observed_s - STUDY_S)], observed_s)
         for row in rows[columns.relisted[rows] | (columns.unseen[rows] > 0)].tolist():
@@ -526,6 +534,20 @@ class View:
         load = self.columns.load
         return {unit.card.unit_id: int(load[row]) for row, unit in enumerate(self.units)}
 
+    def loads_of_models(self) -> dict[str, int]:
+        """Return how many requests the units of each model have."""
+        load = np.bincount(self.columns.model, self.columns.load, minlength=1)
+        return {name: int(load[number]) for name, number in self.models.items() if number < len(load)}
+
+    def states_of(self, models: Collection[str]) -> tuple[tuple[str, int], ...]:
+        """Return id and state of the units of `models`; one that was taken in is ready."""
+        columns, found = self.columns, []
+        for model in models:
+            for row in np.flatnonzero(columns.model == self.models.number(model)).tolist():
+                state = UnitState.READY if columns.taken_in[row] else columns.state.item(row)
+                found.append((self.units[row].card.unit_id, int(state)))
+        return tuple(found)
+
     def forecast(self, request: PlacementRequest) -> Forecast:
         """Return how long the answer to `request` is expected to be, were it not cut off."""
         return self._learning.forecast(request, self.rules.model(request.model))
@@ -611,6 +633,8 @@ class View:
             load = load_of(unit.card.unit_id, unit.card.incarnation, *sample)
             if self.gpus.fault(unit.card):
                 load = load._replace(state=int(UnitState.FAILED))
+            elif columns.taken_in[row]:
+                load = load._replace(state=int(UnitState.READY))
             elif columns.drained[row] and load.state == UnitState.READY:
                 load = load._replace(state=int(UnitState.DRAINING))
             age_s = self.sample_age_s(row, now_s)

@@ -98,6 +98,9 @@ def engine_arguments(model: Model, checkpoint: Checkpoint, gpu: GpuModel) -> dic
     }
     if not model.gpus:
         arguments |= {"enforce_eager": True, "block_size": KV_BLOCK_TOKENS_CPU}
+    if model.gpus and model.standby.asleep:
+        # Its allocator takes some speed, so it is there only where it is used.
+        arguments["enable_sleep_mode"] = True
     if model.gpus > 1:
         arguments["tensor_parallel_size"] = int(model.gpus)
     if kv_mb is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from grid.errors import Conflict
 from grid.words import UNKNOWN, Message, Precision, Sampling
@@ -147,6 +147,15 @@ class Engine(Protocol):
         """Raises UnitLost when the engine can't serve any more."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give its GPU memory back while it has nothing to do. Called when it is idle."""
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
 
 
 class EmbeddingEngine(Protocol):

@@ -114,6 +114,10 @@ class Batch:
         """Including cached blocks that nobody holds, which are given up on demand."""
         return self._kv.free * BLOCK_TOKENS
 
+    def forget(self) -> None:
+        """Drop all cached prompt blocks that nobody holds."""
+        self._kv.forget()
+
     @property
     def prefill_tokens_queued(self) -> int:
         running = sum(request.pending for request in self._running if request.pending > 1)
@@ -289,6 +293,9 @@ class _BlockPool:
                 if block in self._ready:
                     self._ready.discard(block)
                     self._cached[block] = None
+
+    def forget(self) -> None:
+        self._cached.clear()
 
     def mark_ready(self, held: Sequence[int]) -> None:
         self._ready.update(held)

@@ -32,6 +32,9 @@ from grid.words import UNKNOWN, FinishReason, Message, Precision
 GPU_MEMORY_SHARE = 0.9
 """What an engine takes of its memory grant; the rest is for activations and the driver."""
 
+PCIE_MB_PER_S = 25_000.0
+"""From the host's memory to a GPU, over sixteen lanes of the fourth generation, as copies reach it."""
+
 MAX_CATCH_UP_S = 0.25
 """A loop that was held up makes up for so much lost time and forgets the rest, as an engine in a process
 of its own would not have been held up, but a burst of seconds would be no engine's behaviour either."""
@@ -48,6 +51,8 @@ class SimulatedEngine:
         self._answer_tokens = settings.answer_tokens
         self._full_speed = settings.full_speed
         self._fail_every = settings.fail_every
+        weights_mb = catalogue.weights_mb(parameters_b, precision)
+        self._wake_s = 0.0 if settings.full_speed else weights_mb / PCIE_MB_PER_S / settings.speed
         self._generations = 0
         prefill = catalogue.prefill_tokens_per_s(gpu.name, parameters_b, precision, model.gpus)
         decode_ms = catalogue.decode_ms_per_token(gpu.name, parameters_b, precision, model.gpus)
@@ -162,6 +167,14 @@ class SimulatedEngine:
     async def check(self) -> None:
         if self._lost is not None:
             raise self._lost
+
+    async def sleep(self) -> None:
+        """Nothing is computed, nor kept, until `wake`."""
+        self._batch.forget()
+
+    async def wake(self) -> None:
+        """Take as long as the weights take to come back from the host's memory."""
+        await asyncio.sleep(self._wake_s)
 
     async def close(self) -> None:
         self.crash("the engine was closed")

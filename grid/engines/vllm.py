@@ -209,6 +209,13 @@ class VLLMEngine:
         except Exception as error:
             raise UnitLost(f"the engine is not healthy: {type(error).__name__}") from error
 
+    async def sleep(self) -> None:
+        """Move the weights to the host's memory and drop the KV cache: vLLM's first level of sleep."""
+        await self._llm.sleep(1)
+
+    async def wake(self) -> None:
+        await self._llm.wake_up()
+
     async def close(self) -> None:
         self._long_prompts.shutdown(wait=False, cancel_futures=True)
         tasks = [*self._tasks, *filter(None, [self._adapting])]

@@ -25,11 +25,12 @@ from grid.units import events as ev
 from grid.units import machine
 from grid.units.gathering import Numbering
 from grid.units.planner import RESTART_REASON
+from grid.units.scaling import Role
 from grid.units.server import UnitServer
 from grid.units.unit import Unit
 from grid.wire.link import Beats, Link, Peer, Reconnecting, Resolve
-from grid.wire.messages import Announce, DrainUnit, Report, WireMessage
-from grid.words import UNKNOWN, Message, Sampling, Task, UnitCard, UnitLoad, new_id
+from grid.wire.messages import Announce, DrainUnit, Report, TakeIn, WireMessage
+from grid.words import UNKNOWN, Message, Sampling, Task, UnitCard, UnitLoad, UnitState, new_id
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class UnitActor:
         end_process: Callable[[int], None],
         engine: Engine | EmbeddingEngine | None = None,
         resolve_node: Resolve | None = None,
+        role: Role = Role.SERVING,
     ) -> None:
         self._config = config
         self._model = model
@@ -103,6 +105,8 @@ class UnitActor:
         self._resolve_node = resolve_node
         self._end_process = end_process
         self._engine = engine or build_engine(model, config.cell.state_dir / "models", gpu=site.accelerator)
+        self._role = role
+        """In which it starts."""
         self._server: UnitServer | None = None
         self._tracer: ExportingTracer | None = None
         self._placement: Reconnecting | None = None
@@ -127,12 +131,13 @@ class UnitActor:
         self._server = UnitServer(unit, self._engine, secret=secret, died=self._died, tracer=self._tracer)
         host, port = await self._server.start(self._site.host)
         unit.card = unit.card._replace(host=host, port=port)
+        await self.set_role(self._role)
         self._placement = Reconnecting(
             self._resolve_placement,
             role="unit",
             peer_id=self._unit_id,
             secret=secret,
-            handler=_Asked(self._drain_asked),
+            handler=_Asked(self._drain_asked, self._taken_in),
             on_connected=self._announce,
         )
         await self._placement.start()
@@ -161,6 +166,23 @@ class UnitActor:
     async def drain(self, draining: bool = True) -> None:
         """Take no new work (or, with False, take it again); what runs goes on."""
         self._ready.apply(ev.SetDraining(draining))
+        self._report()
+
+    async def set_role(self, role: Role) -> None:
+        """Serve, or stay on standby; what runs goes on. One that still has work does not fall asleep."""
+        server = self._ready
+        if role is Role.ASLEEP:
+            server.apply(ev.SetState(UnitState.STANDBY))
+            if await server.sleep():
+                server.apply(ev.SetState(UnitState.ASLEEP))
+        else:
+            await server.wake()
+            server.apply(ev.SetState(UnitState.READY if role is Role.SERVING else UnitState.STANDBY))
+        self._report()
+
+    def _taken_in(self) -> None:
+        """Its first request wakes the engine, if need be."""
+        self._ready.apply(ev.SetState(UnitState.READY))
         self._report()
 
     def _drain_asked(self, message: DrainUnit) -> None:
@@ -285,8 +307,9 @@ class UnitActor:
 class _Asked:
     """The handler of the link to placement: what placement asks of the unit."""
 
-    def __init__(self, drain: Callable[[DrainUnit], None]) -> None:
+    def __init__(self, drain: Callable[[DrainUnit], None], taken_in: Callable[[], None]) -> None:
         self._drain = drain
+        self._taken_in = taken_in
 
     def connected(self, peer: Peer) -> None:
         """The unit announces itself by `on_connected`."""
@@ -294,6 +317,8 @@ class _Asked:
     def received(self, peer: Peer, message: WireMessage) -> None:
         if isinstance(message, DrainUnit):
             self._drain(message)
+        elif isinstance(message, TakeIn):
+            self._taken_in()
 
     def disconnected(self, peer: Peer, reason: str) -> None:
         """The link is dialled again by itself."""

@@ -12,7 +12,7 @@ from grid.engines.base import Generation, Prepared, Step
 from grid.errors import GridError
 from grid.units.job import Times
 from grid.wire.messages import Embed, Submit, WireMessage
-from grid.words import Message
+from grid.words import Message, UnitState
 
 # --- events: from peers ---------------------------------------------------------------------
 
@@ -86,6 +86,12 @@ class SetDraining(NamedTuple):
     draining: bool
 
 
+class SetState(NamedTuple):
+    """The unit serves, is on standby, or is on standby and asleep. One that drains goes on draining."""
+
+    state: UnitState
+
+
 class Tick(NamedTuple):
     """Time passed: deadlines are looked at, and streams that said nothing for a while."""
 
@@ -105,6 +111,7 @@ Event = (
     | Released
     | EngineDied
     | SetDraining
+    | SetState
     | Tick
 )
 

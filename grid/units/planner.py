@@ -11,6 +11,7 @@ tells of its GPUs, the planner gives each unit its own (`gpu_room`), and ends un
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections import deque
 from collections.abc import Iterable
@@ -23,7 +24,8 @@ from grid.engines.variants import NoVariant
 from grid.errors import InvalidRequest
 from grid.units.gpu_room import Gpu, NoRoom
 from grid.units.nodes import REGION_LABEL, Node, Owner, demands, gpus_for, on_node
-from grid.words import Condemned, Outlook
+from grid.units.scaling import ROLES, Role, Wanted
+from grid.words import Condemned, Outlook, UnitState
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 60.0
@@ -45,6 +47,9 @@ START_LIMIT_S = 900.0
 """A large model on a cold disk takes minutes."""
 
 FAILURES_KEPT = 8
+
+ROLE_SETTLES_S = 3.0
+"""A unit that was given another role has told placement by then."""
 
 REPLACE_GRACE_S = 10.0
 """Of a unit that fails often, most streams still end well; what takes longer goes on elsewhere."""
@@ -86,6 +91,7 @@ class Adopted(NamedTuple):
     node_id: str
     gpu_uuids: tuple[str, ...] = ()
     incarnation: str = ""
+    role: Role = Role.SERVING
 
 
 class Placed(NamedTuple):
@@ -145,6 +151,7 @@ class StartUnit(NamedTuple):
     """The label that the node must carry; "" where the cluster's nodes carry none."""
     gpus: tuple[int, ...] = ()
     """NVML's numbers of the GPUs that it gets; empty where that is left to Ray."""
+    role: Role = Role.SERVING
 
 
 class StopUnit(NamedTuple):
@@ -154,7 +161,14 @@ class StopUnit(NamedTuple):
     """How long what runs on it may go on; nothing new comes meanwhile."""
 
 
-Effect = StartUnit | StopUnit
+class SetRole(NamedTuple):
+    """Of a ready unit."""
+
+    unit_id: str
+    role: Role
+
+
+Effect = StartUnit | StopUnit | SetRole
 
 
 # --- state ----------------------------------------------------------------------------------
@@ -171,6 +185,9 @@ class _Unit:
     gpu_uuids: tuple[str, ...] = ()
     incarnation: str = ""
     """Known once it is ready."""
+    role: Role = Role.SERVING
+    role_since_s: float = -math.inf
+    """What placement says of it may be older."""
 
 
 @dataclass(slots=True)
@@ -181,7 +198,7 @@ class _Wish:
     label: str
     prefix: str
     """Of the ids of its units; no other pool's."""
-    units: int
+    wanted: Wanted
     failed_in_a_row: int = 0
     not_before_s: float = 0.0
     lacking: str = ""
@@ -205,7 +222,7 @@ class Planner:
             prefix = unit_prefix(model.name, label)
             if prefix in self._wishes:  # two names that differ only in what an id can't hold
                 prefix += hashlib.sha256(model.name.encode()).hexdigest()[:6] + "-"
-            self._wishes[prefix] = _Wish(model, label, prefix, model.min_units)
+            self._wishes[prefix] = _Wish(model, label, prefix, Wanted(model, model.min_units))
         self._units: dict[str, _Unit] = {}
         self._nodes: tuple[Node, ...] = ()
         self._is_stopping = False
@@ -216,10 +233,10 @@ class Planner:
         match event:
             case NodesSeen(nodes):
                 self._nodes = nodes
-            case Adopted(unit_id, model, node_id, gpu_uuids, incarnation):
+            case Adopted(unit_id, model, node_id, gpu_uuids, incarnation, role):
                 pool = self._pool_of(unit_id, model)
                 self._units[unit_id] = _Unit(
-                    unit_id, pool, node_id, Stage.READY, now_s, gpu_uuids, incarnation
+                    unit_id, pool, node_id, Stage.READY, now_s, gpu_uuids, incarnation, role
                 )
             case Placed(unit_id):
                 self._move(unit_id, Stage.LOADING, now_s)
@@ -229,8 +246,9 @@ class Planner:
                 self._ended(unit_id, reason, now_s)
             case Scale(model, units, pool):
                 wish = self._wish(model, pool)
-                wish.units = min(max(units, wish.model.min_units), wish.model.max_units)
+                wish.wanted.units = wish.wanted.bounded(units)
             case Seen(outlook):
+                self._follow(outlook, now_s)
                 effects += [e for unit in outlook.condemned for e in self._replace(unit, now_s)]
             case StopAll():
                 self._is_stopping = True
@@ -274,6 +292,21 @@ class Planner:
                 FIRST_BACKOFF_S * 2.0 ** (wish.failed_in_a_row - 1), LAST_BACKOFF_S
             )
 
+    def _follow(self, outlook: Outlook, now_s: float) -> None:
+        """Want as many units as the demand needs, and note which ones placement has taken in."""
+        for unit_id, state in outlook.states:
+            unit, role = self._units.get(unit_id), ROLES.get(UnitState(state))
+            if unit is None or role is None or unit.stage is not Stage.READY:
+                continue
+            if max(unit.role_since_s, unit.since_s) <= now_s - ROLE_SETTLES_S:
+                unit.role = role
+        left = {demand.model: float(demand.requests) for demand in outlook.demand}
+        refused = {demand.model: demand.refused for demand in outlook.demand}
+        for wish in self._wishes.values():
+            name = wish.model.name
+            if name in left:
+                left[name] = wish.wanted.follow(left[name], refused[name], self._serving(wish), now_s)
+
     def _overdue(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         for unit in list(self._units.values()):
@@ -292,6 +325,7 @@ class Planner:
     # --- what to do -------------------------------------------------------------------------
 
     def _reconcile(self, now_s: float) -> list[Effect]:
+        grace_s = 0.0 if self._is_stopping else REPLACE_GRACE_S
         effects: list[Effect] = [
             self._stop(unit, "its pool is not configured any more", now_s)
             for unit in self._units.values()
@@ -299,12 +333,11 @@ class Planner:
         ]
         effects += self._stop_on_faulty_gpus(now_s)
         for wish in self._wishes.values():
-            wanted = 0 if self._is_stopping else wish.units
+            wanted = 0 if self._is_stopping else wish.wanted.total
             units = [unit for unit in self._of(wish) if unit.stage is not Stage.STOPPING]
-            # Those that are still starting go first, then the newest.
-            units.sort(key=lambda unit: (unit.stage is Stage.READY, -unit.since_s, unit.unit_id))
+            units.sort(key=_first_to_go)
             surplus = units[: max(len(units) - wanted, 0)]
-            effects += [self._stop(unit, "not wanted any more", now_s) for unit in surplus]
+            effects += [self._stop(unit, "not wanted any more", now_s, grace_s) for unit in surplus]
             if len(units) >= wanted:
                 wish.lacking = ""
             for _ in range(wanted - len(units)):
@@ -312,6 +345,19 @@ class Planner:
                 if start is None:
                     break
                 effects.append(start)
+            effects += self._assign(wish, now_s)
+        return effects
+
+    def _assign(self, wish: _Wish, now_s: float) -> list[Effect]:
+        """Take in, or put on standby, as many ready units as the pool needs."""
+        if not wish.model.standby.units or self._is_stopping:
+            return []
+        effects: list[Effect] = []
+        ready = sorted(self._ready(wish), key=lambda unit: (unit.since_s, unit.unit_id))
+        for unit, role in zip(ready, wish.wanted.roles([unit.role for unit in ready]), strict=True):
+            if role is not unit.role:
+                unit.role, unit.role_since_s = role, now_s
+                effects.append(SetRole(unit.unit_id, role))
         return effects
 
     def _stop_on_faulty_gpus(self, now_s: float) -> list[Effect]:
@@ -362,9 +408,13 @@ class Planner:
         taken = set(self._units)
         unit_id = next(name for i in range(len(taken) + 1) if (name := f"{wish.prefix}{i}") not in taken)
         uuids = tuple(gpu.card.uuid for gpu in gpus)
-        self._units[unit_id] = _Unit(unit_id, wish.prefix, node.node_id, Stage.PLACING, now_s, uuids)
         numbers = tuple(gpu.card.number for gpu in gpus)
-        return StartUnit(unit_id, here, node.node_id, region, label, numbers)
+        serving = sum(u.role is Role.SERVING and u.stage is not Stage.STOPPING for u in self._of(wish))
+        role = Role.SERVING if serving < wish.wanted.units else Role.WARM
+        self._units[unit_id] = _Unit(
+            unit_id, wish.prefix, node.node_id, Stage.PLACING, now_s, uuids, role=role
+        )
+        return StartUnit(unit_id, here, node.node_id, region, label, numbers, role)
 
     def _note_lack(self, wish: _Wish, lacking: str, now_s: float) -> None:
         """Remember since when no node fits; once that is long enough, it is a failure."""
@@ -430,6 +480,12 @@ class Planner:
     def _count(self, node: Node, wish: _Wish | None = None) -> int:
         return sum(wish is None or unit.pool == wish.prefix for unit in self._on(node))
 
+    def _ready(self, wish: _Wish) -> Iterable[_Unit]:
+        return (unit for unit in self._of(wish) if unit.stage is Stage.READY)
+
+    def _serving(self, wish: _Wish) -> int:
+        return sum(unit.role is Role.SERVING for unit in self._ready(wish))
+
     def _of(self, wish: _Wish) -> Iterable[_Unit]:
         return (unit for unit in self._units.values() if unit.pool == wish.prefix)
 
@@ -457,7 +513,7 @@ class Planner:
 
     def _row(self, wish: _Wish, now_s: float) -> dict[str, Any]:
         by_stage = {stage: sorted(u.unit_id for u in self._of(wish) if u.stage is stage) for stage in Stage}
-        wanted = 0 if self._is_stopping else wish.units
+        wanted = 0 if self._is_stopping else wish.wanted.total
         missing = len(by_stage[Stage.READY]) < wanted
         return {
             "model": wish.model.name,
@@ -466,6 +522,7 @@ class Planner:
             "min_units": wish.model.min_units,
             "max_units": wish.model.max_units,
             "ready": len(by_stage[Stage.READY]),
+            "serving": self._serving(wish),
             "starting": len(by_stage[Stage.PLACING]) + len(by_stage[Stage.LOADING]),
             "stopping": len(by_stage[Stage.STOPPING]),
             "units": by_stage[Stage.READY],
@@ -474,6 +531,11 @@ class Planner:
             "retry_in_s": max(wish.not_before_s - now_s, 0.0),
             "gave_up": missing and (wish.failed_in_a_row >= GAVE_UP_AFTER or self._lacks(wish, now_s)),
         }
+
+
+def _first_to_go(unit: _Unit) -> tuple[bool, bool, float, str]:
+    """Order units: those that are still starting, then those on standby, then the newest."""
+    return unit.stage is Stage.READY, unit.role is Role.SERVING, -unit.since_s, unit.unit_id
 
 
 def unit_prefix(model: str, pool: str = "") -> str:

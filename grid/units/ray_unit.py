@@ -12,6 +12,7 @@ from grid.ray_figures import RayFigures
 from grid.units import machine
 from grid.units.actor import Site, UnitActor
 from grid.units.figures import TEXTS, UnitFigures, tags
+from grid.units.scaling import Role
 from grid.wire.link import Resolve
 from grid.words import UNKNOWN, UnitCard
 
@@ -40,7 +41,9 @@ def resolve_probe(node_id: str) -> Resolve:
 
 
 class RayUnit(UnitActor):
-    def __init__(self, config: Config, model: Model, unit_id: str, region: str) -> None:
+    def __init__(
+        self, config: Config, model: Model, unit_id: str, region: str, role: Role = Role.SERVING
+    ) -> None:
         owns_gpu = model.gpus > 0 and model.engine != "simulated"
         gpus = machine.visible_gpus() if owns_gpu else ()
         site = Site(
@@ -61,6 +64,7 @@ class RayUnit(UnitActor):
             end_process=os._exit,
             # Only nodes with GPUs have a probe.
             resolve_node=resolve_probe(site.node_id) if gpus else None,
+            role=role,
         )
 
         self._told = UnitFigures()

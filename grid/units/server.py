@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from grid.engines.base import EmbeddingEngine, Engine, Running, Step
+from grid.engines.base import EmbeddingEngine, Engine, Running, Sleeper, Step
 from grid.tracing.tracer import Tracer
 from grid.units import events as ev
 from grid.units import traces
@@ -55,6 +55,8 @@ class UnitServer:
         self._encoding: set[int] = set()
         self._counting = Counting(unit.card, engine, self._send_beside)
         self._timer: asyncio.TimerHandle | None = None
+        self._power = asyncio.Lock()
+        self._is_asleep = False
         self._effects: deque[ev.Effect] = deque()
         self._carrying_out = False
 
@@ -75,6 +77,21 @@ class UnitServer:
         await self._counting.close()
         if self._timer is not None:
             self._timer.cancel()
+
+    async def sleep(self) -> bool:
+        """Let the engine give its memory back; False where it can't, or has work."""
+        engine = self._engine
+        async with self._power:
+            if not self._is_asleep and self.unit.is_idle and isinstance(engine, Sleeper):
+                await engine.sleep()
+                self._is_asleep = True
+        return self._is_asleep
+
+    async def wake(self) -> None:
+        async with self._power:
+            if self._is_asleep:
+                await cast(Sleeper, self._engine).wake()
+                self._is_asleep = False
 
     def load(self) -> UnitLoad:
         return self.unit.load(self._engine.load())
@@ -197,6 +214,8 @@ class UnitServer:
 
     async def _prepare(self, effect: ev.Prepare) -> None:
         engine = cast(Engine, self._engine)
+        if self._is_asleep or self._power.locked():
+            await self.wake()
         prepared = await engine.prepare(effect.messages, effect.documents, effect.max_output_tokens)
         self.apply(ev.PromptReady(effect.job, prepared))
 

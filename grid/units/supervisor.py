@@ -24,7 +24,8 @@ from grid.units import planner as plan
 from grid.units.nodes import REGION_LABEL, Node, demands
 from grid.units.probes import NODE_ID_LABEL, Probes
 from grid.units.ray_unit import NAMESPACE, PLACEMENT, PROBE_PREFIX, RayUnit
-from grid.words import Outlook
+from grid.units.scaling import ROLES, Role
+from grid.words import Outlook, UnitState
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ class SupervisorActor:
                 self._apply(plan.NodesSeen(await self._see_nodes()))
             except RayError:
                 log.exception("the nodes of the cluster can't be read; trying again")
-            self._apply(plan.Seen(await self._outlook()))
+            if (outlook := await self._outlook()) is not None:
+                self._apply(plan.Seen(outlook))
             self._apply(plan.Tick())
             self._say_what_waits()
 
@@ -133,8 +135,8 @@ class SupervisorActor:
     async def _see_nodes(self) -> tuple[Node, ...]:
         return await self._probes.see(await asyncio.to_thread(_nodes))
 
-    async def _outlook(self) -> Outlook:
-        """Return what placement sees; nothing while it is away, which the next poll makes good."""
+    async def _outlook(self) -> Outlook | None:
+        """Return what placement sees; None while it is away, which a later poll makes good."""
         try:
             if self._placement is None:
                 self._placement = ray.get_actor(PLACEMENT, namespace=NAMESPACE)
@@ -142,7 +144,7 @@ class SupervisorActor:
         except (RayError, ValueError, TimeoutError) as error:
             self._placement = None
             log.debug("placement does not answer: %s", _reason(error))
-            return Outlook()
+            return None
         return seen
 
     def _apply(self, event: plan.Event) -> None:
@@ -154,6 +156,9 @@ class SupervisorActor:
                 case plan.StopUnit(unit_id, reason, grace_s):
                     log.info("stopping %s: %s", unit_id, reason)
                     self._keep(self._stop(unit_id, grace_s))
+                case plan.SetRole(unit_id, role):
+                    log.info("%s is to be %s", unit_id, role)
+                    self._keep(self._set_role(unit_id, role))
 
     async def _adopt(self) -> None:
         """Take over ready units; kill those that an earlier supervisor left half-started."""
@@ -175,7 +180,8 @@ class SupervisorActor:
             card = found["card"]
             self._apply(
                 plan.Adopted(
-                    name, card["model"], card["node_id"], tuple(card["gpu_uuids"]), card["incarnation"]
+                    *(name, card["model"], card["node_id"], tuple(card["gpu_uuids"]), card["incarnation"]),
+                    ROLES.get(UnitState(found["load"]["state"]), Role.SERVING),
                 )
             )
             self._live(name, self._watch_to_end(name, handle))
@@ -219,7 +225,7 @@ class SupervisorActor:
                 max_concurrency=UNIT_CONCURRENCY,
                 runtime_env={"env_vars": environment} if environment else None,
             )
-            .remote(self._config, model, start.unit_id, start.region)
+            .remote(self._config, model, start.unit_id, start.region, start.role)
         )
 
     async def _watch_to_end(self, unit_id: str, handle: Any) -> None:
@@ -246,6 +252,15 @@ class SupervisorActor:
         except (RayError, TimeoutError) as error:
             log.info("%s did not stop by itself: %s", unit_id, _reason(error))
         ray.kill(handle)
+
+    async def _set_role(self, unit_id: str, role: Role) -> None:
+        """What does not succeed shows in placement's view, and is tried again."""
+        handle = self._handles.get(unit_id)
+        try:
+            if handle is not None:
+                await handle.set_role.remote(role)
+        except RayError as error:
+            log.warning("%s did not become %s: %s", unit_id, role, _reason(error))
 
     async def _end(self, unit_id: str, reason: str) -> None:
         log.info("%s ended: %s", unit_id, reason)

@@ -66,6 +66,9 @@ PROGRESS_S = 0.25
 """After so long without a token a stream says that its engine still steps: well within the second after which
 a gateway calls an engine stuck."""
 
+ABLE = (UnitState.READY, UnitState.STANDBY, UnitState.ASLEEP)
+"""States in which work is taken. Who is on standby gets none, unless placement takes it in."""
+
 STALE_ENTRIES = 256
 """Entries of ended jobs that a heap may hold beyond twice the live ones before it is swept."""
 
@@ -128,6 +131,7 @@ class Unit:
             ev.Released: self._released,
             ev.EngineDied: self._engine_died,
             ev.SetDraining: self._set_draining,
+            ev.SetState: self._set_state,
             ev.Tick: self._tick,
         }
 
@@ -332,6 +336,11 @@ class Unit:
             self.state = UnitState.DRAINING if event.draining else UnitState.READY
         return []
 
+    def _set_state(self, event: ev.SetState, now_s: float) -> list[ev.Effect]:
+        if self.state in ABLE:
+            self.state = event.state
+        return []
+
     def _tick(self, event: ev.Tick, now_s: float) -> list[ev.Effect]:
         effects = self._progress(event.steps, now_s)
         while self._deadlines and self._deadlines[0][0] <= now_s:
@@ -364,7 +373,7 @@ class Unit:
         if (peer, request.stream) in self._by_stream:
             return ev.Drop(peer, InvalidRequest.code, f"stream {request.stream} is already in use")
         error: GridError | None = None
-        if self.state is not UnitState.READY:
+        if self.state not in ABLE:
             error = Rejected(f"unit {self.card.unit_id} is {self.state.name.lower()}; ask another one")
         elif self.card.task != task or self.card.model != request.model:
             error = InvalidRequest(
@@ -385,6 +394,8 @@ class Unit:
         return None if error is None else self._refuse(peer, request.stream, error)
 
     def _admit(self, peer: int, request: Submit | Embed, now_s: float) -> Job:
+        if self.state is not UnitState.READY:
+            self.state = UnitState.READY  # placement has taken it in: its word may be slower than its work
         self._last_number += 1
         job = Job(self._last_number, peer, request, arrived_s=now_s, accepted_s=now_s)
         self._jobs[job.number] = job

@@ -182,6 +182,13 @@ class DrainUnit(NamedTuple):
     """Once the unit has nothing left to do its process ends, and the supervisor starts it anew."""
 
 
+class TakeIn(NamedTuple):
+    """Placement to a unit that is on standby: it serves from now on."""
+
+    stream: int
+    unit_id: str
+
+
 class AnnounceNode(NamedTuple):
     """A node's probe registers, on each new connection to the placement actor and when its GPUs change."""
 
@@ -392,6 +399,7 @@ WireMessage = (
     | Watch
     | Fleet
     | DrainUnit
+    | TakeIn
     | AnnounceNode
     | ReportNode
     | ReportUnits
@@ -441,6 +449,7 @@ KINDS: dict[int, type[WireMessage]] = {
     30: Embed,
     31: Vectors,
     32: ReportUnits,
+    33: TakeIn,
     40: StoreCall,
     41: StoreReply,
     # 50 is kept for the digest that peered cells will exchange.

@@ -612,7 +612,8 @@ def test_a_decision_keeps_every_hard_rule_and_a_refusal_has_reasons(
         prefer_regions=tuple(prefer),
         avoid_models=tuple(avoid),
         min_memory_mb=memory,
-        dry_run=True,
+        # A dry run is told of a unit that a call would take in.
+        dry_run=state < UnitState.STANDBY,
         explain=True,
     )
 

@@ -28,6 +28,7 @@ from grid.engines.base import EngineFacts, EngineLoad
 from grid.errors import UnitLost
 from grid.units.actor import Site, UnitActor
 from grid.units.nodes import Node, on_node
+from grid.units.scaling import Role
 from grid.words import Precision
 from placement.actor import PlacementActor
 
@@ -179,8 +180,8 @@ async def local_cell(config: Config, replicas: int = 1) -> AsyncIterator[LocalCe
     with running_redis(state_dir):
         try:
             await placement.address()
-            for unit_id, model in planned_units(config):
-                units[unit_id] = _unit(config, model, unit_id, placement)
+            for unit_id, model, role in planned_units(config):
+                units[unit_id] = _unit(config, model, unit_id, placement, role)
                 await units[unit_id].start()
             async with AsyncExitStack() as serving:
                 urls = [
@@ -210,19 +211,21 @@ async def local_cell(config: Config, replicas: int = 1) -> AsyncIterator[LocalCe
                 await placement.actor.close()
 
 
-def planned_units(config: Config) -> Iterator[tuple[str, Model]]:
-    """Return (unit id, model) for the least number of units of every pool, as the supervisor's planner would
-    start them on one node without GPUs."""
+def planned_units(config: Config) -> Iterator[tuple[str, Model, Role]]:
+    """Return (unit id, model, role) for the least number of units of every pool, and those on standby, as the
+    supervisor's planner would start them on one node without GPUs."""
     node = Node("node-1", {}, cpus=1e6, gpus=0)
     for model in config.models:
         for label, pool in model.split():
             planned = on_node(pool, node)
             assert isinstance(planned, Model), planned
-            for index in range(pool.min_units):
-                yield "-".join(filter(None, (model.name, label, str(index)))), planned
+            roles = [Role.SERVING] * pool.min_units
+            roles += [Role.WARM] * pool.standby.warm + [Role.ASLEEP] * pool.standby.asleep
+            for index, role in enumerate(roles):
+                yield "-".join(filter(None, (model.name, label, str(index)))), planned, role
 
 
-def _unit(config: Config, model: Model, unit_id: str, placement: CurrentPlacement) -> UnitActor:
+def _unit(config: Config, model: Model, unit_id: str, placement: CurrentPlacement, role: Role) -> UnitActor:
     return UnitActor(
         config,
         model,
@@ -231,6 +234,7 @@ def _unit(config: Config, model: Model, unit_id: str, placement: CurrentPlacemen
         resolve_placement=placement.address,
         end_process=lambda _status: None,
         engine=HashedWords() if model.engine == "embedding" else None,
+        role=role,
     )
 
 

@@ -72,6 +72,21 @@ def test_an_alias_has_a_short_and_a_long_form() -> None:
         ),
         ("aliases: {a: {modle: m, model: m}}", "aliases.a.modle", "did you mean 'model'?"),
         (
+            "models: [{name: m, engine: simulated, max_units: 2, standby: {warm: 2}}]",
+            "models[0]",
+            "1 min_units and 2 on standby are above max_units (2); raise it",
+        ),
+        (
+            "models: [{name: m, engine: vllm, source: x, max_units: 2, standby: {asleep: 1}}]",
+            "models[0]",
+            "standby.asleep needs vLLM on a GPU",
+        ),
+        (
+            "models: [{name: m, engine: simulated, pools: [{name: a, max_units: 1, standby: {warm: 1}}]}]",
+            "models[0]",
+            "are above max_units (1)",
+        ),
+        (
             "gateway: {port: 99999}",
             "gateway.port",
             "99999 was given; it should be less than or equal to 65535",

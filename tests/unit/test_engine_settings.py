@@ -73,6 +73,14 @@ def test_a_share_of_a_gpu_gets_what_its_grant_leaves() -> None:
     assert explicit["kv_cache_memory_bytes"] == 100 * 2**20
 
 
+def test_sleep_is_prepared_only_where_units_sleep() -> None:
+    standby = {"min_units": 0, "max_units": 2, "standby": {"warm": 1, "asleep": 1}}
+    assert engine_arguments(model(gpus=1, precision="bf16", **standby), LLAMA_8B, H100)["enable_sleep_mode"]
+    warm = {**standby, "standby": {"warm": 2}}
+    for other in (model(gpus=1, precision="bf16", **warm), model(gpus=1, precision="bf16")):
+        assert "enable_sleep_mode" not in engine_arguments(other, LLAMA_8B, H100)
+
+
 def test_low_precisions() -> None:
     fp8 = engine_arguments(model(gpus=1, precision="fp8"), LLAMA_8B, H100)
     assert (fp8["quantization"], fp8["dtype"]) == ("fp8", "auto")

@@ -10,7 +10,7 @@ import pytest
 from support.fleet import make_card, make_load, make_request, make_view
 
 from grid.errors import Cancelled, GridError, InternalError, NoEligibleUnit, Overloaded, Saturated
-from grid.words import Decision, PlacementRequest, Task, UnitCard
+from grid.words import Decision, PlacementRequest, Task, UnitCard, UnitState
 from placement.decide import decide
 from placement.dispatch import MAX_PASSES, Answer, Dispatch
 from placement.fleet import View
@@ -366,3 +366,72 @@ def test_three_times_the_capacity_is_shared_evenly_and_nothing_is_lost() -> None
         desk.now_s += 0.05
     assert served["few"] > 250
     assert sum(served.values()) > 0.9 * 60 * 10 / 0.65
+
+
+# --- standby --------------------------------------------------------------------------------
+
+
+def on_standby(desk: Desk, name: str, link: int, state: UnitState = UnitState.STANDBY, **card: Any) -> None:
+    made = slot(name, **card)
+    desk.view.join(made, link)
+    desk.view.report([make_load(made, state=int(state))], link, desk.now_s)
+
+
+def test_the_first_request_takes_in_who_is_warm() -> None:
+    desk = Desk()
+    on_standby(desk, "u0", 1)
+    before = desk.view.version
+    assert unit_of(desk.ask()) == "u0"
+    assert desk.dispatch.taken_in == ["u0"]
+    assert desk.view.version > before, "gateways hear of it"
+    [row] = desk.view.snapshot(0.0)
+    assert (row.load.state, row.reserved) == (UnitState.READY, 1)
+
+
+def test_who_serves_comes_before_who_is_on_standby() -> None:
+    desk = Desk(slot())
+    on_standby(desk, "u1", 2)
+    assert unit_of(desk.ask()) == "u0"
+    assert desk.dispatch.taken_in == []
+    assert unit_of(desk.ask()) == "u1", "the other one is full"
+    assert desk.dispatch.taken_in == ["u1"]
+    assert desk.ask() == [], "now all are"
+
+
+def test_warm_units_come_before_those_that_sleep() -> None:
+    desk = Desk()
+    on_standby(desk, "u0", 1, UnitState.ASLEEP)
+    on_standby(desk, "u1", 2)
+    assert [unit_of(desk.ask()) for _ in range(2)] == ["u1", "u0"]
+
+
+def test_nobody_is_taken_in_who_could_not_run_it() -> None:
+    desk = Desk()
+    on_standby(desk, "u0", 1, region="us-east-1")
+    on_standby(desk, "u1", 2, model="another")
+    assert error_of(desk.ask(allowed_regions=("eu-central-1",))).code == "no_eligible_unit"
+    assert desk.dispatch.taken_in == []
+
+
+def test_a_dry_run_sees_who_would_be_taken_in_and_takes_nobody() -> None:
+    desk = Desk()
+    on_standby(desk, "u0", 1)
+    assert unit_of(desk.ask(dry_run=True)) == "u0"
+    assert desk.dispatch.taken_in == []
+    assert desk.view.snapshot(0.0)[0].load.state == UnitState.STANDBY
+
+
+def test_a_unit_serves_from_the_decision_until_it_says_that_it_is_on_standby_again() -> None:
+    desk = Desk()
+    on_standby(desk, "u0", 1)
+    desk.ask()
+    late, ready = (make_load(slot(), state=int(s)) for s in (UnitState.STANDBY, UnitState.READY))
+    desk.view.report([late], 1, 0.1)
+    desk.settle(1)
+    assert unit_of(desk.ask()) == "u0"
+    assert len(desk.dispatch.taken_in) == 1, "a sample from before changes nothing"
+    desk.view.report([ready], 1, 0.2)
+    desk.view.report([late], 1, 0.3)
+    desk.settle(2)
+    desk.ask()
+    assert len(desk.dispatch.taken_in) == 2

@@ -72,6 +72,12 @@ def test_a_full_unit_is_tried_only_where_that_is_asked_for() -> None:
     assert choose(view, even_full=True) == "u0"
 
 
+def test_a_unit_on_standby_is_taken_in_where_no_other_has_room() -> None:
+    spare = pushed("u1")._replace(load=make_load(make_card("u1"), state=int(UnitState.STANDBY)))
+    view = last(pushed(max_running=1), spare)
+    assert [choose(view, number) for number in range(2)] == ["u0", "u1"]
+
+
 def test_what_was_decided_here_fills_units_until_it_is_settled() -> None:
     view = last(pushed(max_running=1), pushed("u1", max_running=1))
     assert {choose(view, 1), choose(view, 2)} == {"u0", "u1"}

@@ -193,6 +193,8 @@ STATE_CASES: list[tuple[str, Callable[[View, UnitCard], object], list[str]]] = [
     ("state", _enter(UnitState.STARTING), ["starting"]),
     ("draining", _enter(UnitState.DRAINING), ["draining"]),
     ("draining", lambda v, c: v.drain("u0", True), ["operator", "resume"]),
+    ("standby", _enter(UnitState.STANDBY), ["on standby"]),
+    ("standby", _enter(UnitState.ASLEEP), ["on standby"]),
     ("isolated", _isolate, ["is isolated: failed 2 of its newest 2 requests"]),
     ("stale", lambda v, c: v.join(c, 7), ["has not reported yet"]),
     ("saturated", lambda v, c: v.report([make_load(c, running=4, waiting=4)], 1, NOW_S), ["8", "4 slots"]),

@@ -385,3 +385,36 @@ def test_a_quiet_stream_is_told_that_its_engine_steps_and_nothing_when_it_does_n
     assert sent(unit.handle(ev.Tick(steps=1), 9.0)) == [], "a stuck engine"
     assert sent(unit.handle(ev.Tick(steps=2), 9.1)) == [Progress(1, 0, "decode"), Progress(2, 0, "waiting")]
     assert sent(unit.handle(ev.Tick(steps=3), 9.2)) == [], "not at every tick"
+
+
+# --- standby --------------------------------------------------------------------------------
+
+
+def idle_state(unit: Unit) -> int:
+    return unit.load(EngineLoad(0, 0, 0, 0, 0, 0)).state
+
+
+@pytest.mark.parametrize("state", [UnitState.STANDBY, UnitState.ASLEEP])
+def test_work_takes_in_a_unit_on_standby(state: UnitState) -> None:
+    unit = Unit(card())
+    assert unit.handle(ev.SetState(state), 0.0) == []
+    assert idle_state(unit) == state
+    start(unit, 1)
+    assert idle_state(unit) == UnitState.READY
+
+
+def test_a_refused_request_takes_nobody_in() -> None:
+    unit = Unit(card())
+    unit.handle(ev.SetState(UnitState.STANDBY), 0.0)
+    unit.handle(ev.Submitted(PEER, submit(1, model="another")), 0.0)
+    assert idle_state(unit) == UnitState.STANDBY
+
+
+def test_a_unit_that_drains_or_failed_is_not_put_on_standby() -> None:
+    unit = Unit(card())
+    unit.handle(ev.SetDraining(True), 0.0)
+    unit.handle(ev.SetState(UnitState.STANDBY), 0.0)
+    assert idle_state(unit) == UnitState.DRAINING
+    unit.handle(ev.EngineDied("x"), 0.0)
+    unit.handle(ev.SetState(UnitState.READY), 0.0)
+    assert idle_state(unit) == UnitState.FAILED

@@ -12,8 +12,9 @@ from grid.errors import InvalidRequest
 from grid.units import planner as plan
 from grid.units.gpu_room import Gpu
 from grid.units.nodes import GPU_LABEL, RAY_GPU_LABEL, Node, gpus_fit
-from grid.units.planner import Planner, StartUnit, StopUnit, start_kind, unit_prefix
-from grid.words import Condemned, GpuCard, GpuSample, Outlook
+from grid.units.planner import Planner, SetRole, StartUnit, StopUnit, start_kind, unit_prefix
+from grid.units.scaling import SHRINK_AFTER_S, Role
+from grid.words import Condemned, Demand, GpuCard, GpuSample, Outlook, UnitState
 
 CELLS = Path(__file__).parents[2] / "examples/cells"
 NODE = Node("n1", {}, cpus=4.0, gpus=0.0)
@@ -477,3 +478,115 @@ def test_a_lack_whose_figures_change_is_one_failure() -> None:
         made.handle(plan.NodesSeen((probed(gpu(0, free_mb=1000.0 + second)),)), float(second))
     [failure] = row(made)["failures"]
     assert "has 1099 MB free" in failure
+
+
+# --- demand and standby ----------------------------------------------------------------------
+
+
+def seen(requests: int = 0, refused: int = 0, **states: UnitState) -> plan.Seen:
+    named = tuple((f"unit-sim-{name[1:]}", int(state)) for name, state in states.items())
+    return plan.Seen(Outlook((), (Demand("sim", requests, refused),), named))
+
+
+def become_ready(made: Planner, *numbers: int, now_s: float = 1.0) -> list[plan.Effect]:
+    effects = []
+    for number in numbers:
+        made.handle(plan.Placed(f"unit-sim-{number}"), now_s)
+        effects += made.handle(plan.Ready(f"unit-sim-{number}", (), "first"), now_s)
+    return effects
+
+
+def roles(effects: list[plan.Effect]) -> list[tuple[str, Role]]:
+    return [(effect.unit_id, effect.role) for effect in effects if isinstance(effect, SetRole)]
+
+
+def test_units_on_standby_start_as_such_beside_those_that_serve() -> None:
+    _, effects = planner(model(min_units=1, max_units=4, standby={"warm": 2}))
+    assert [(effect.unit_id, effect.role) for effect in effects if isinstance(effect, StartUnit)] == [
+        ("unit-sim-0", Role.SERVING),
+        ("unit-sim-1", Role.WARM),
+        ("unit-sim-2", Role.WARM),
+    ]
+
+
+def test_all_standby_comes_within_max_units() -> None:
+    made, effects = planner(model(min_units=0, max_units=1, standby={"warm": 1}))
+    assert starts(effects) == ["unit-sim-0"]
+    become_ready(made, 0)
+    effects = made.handle(seen(1, s0=UnitState.READY), 10.0)
+    assert (starts(effects), roles(effects)) == ([], []), "it was taken in, and there is room for no other"
+    assert row(made)["serving"] == 1
+
+
+def test_who_is_ready_and_not_needed_falls_asleep() -> None:
+    made, _ = planner(model(min_units=0, max_units=2, standby={"warm": 1, "asleep": 1}))
+    assert roles(become_ready(made, 0, 1)) == [("unit-sim-1", Role.ASLEEP)]
+    assert roles(made.handle(seen(s0=UnitState.STANDBY, s1=UnitState.STANDBY), 10.0)) == [
+        ("unit-sim-1", Role.ASLEEP)
+    ], "it did not fall asleep, so it is told again"
+
+
+def test_a_unit_that_was_taken_in_serves_until_nobody_needs_it_for_long() -> None:
+    made, _ = planner(model(min_units=1, max_units=3, standby={"warm": 1}))
+    become_ready(made, 0, 1)
+    effects = made.handle(seen(20, s0=UnitState.READY, s1=UnitState.READY), 10.0)
+    assert (starts(effects), roles(effects)) == (["unit-sim-2"], []), "another one is put on standby"
+    become_ready(made, 2, now_s=11.0)
+    states = {"s0": UnitState.READY, "s1": UnitState.READY, "s2": UnitState.STANDBY}
+    assert made.handle(seen(0, **states), 20.0) == []
+    assert made.handle(seen(0, **states), 19.9 + SHRINK_AFTER_S) == []
+    effects = made.handle(seen(0, **states), 20.0 + SHRINK_AFTER_S)
+    assert stops(effects) == ["unit-sim-2"], "one on standby is enough"
+    assert roles(effects) == [("unit-sim-1", Role.WARM)]
+
+
+def test_demand_takes_in_who_is_warm_and_starts_another() -> None:
+    made, _ = planner(model(min_units=1, max_units=4, standby={"warm": 1}, max_running=10))
+    become_ready(made, 0, 1)
+    effects = made.handle(seen(9, s0=UnitState.READY, s1=UnitState.STANDBY), 10.0)
+    assert roles(effects) == [("unit-sim-1", Role.SERVING)]
+    assert starts(effects) == ["unit-sim-2"]
+
+
+def test_a_pool_without_standby_grows_and_shrinks_too() -> None:
+    made, _ = planner(model(min_units=1, max_units=3, max_running=10))
+    become_ready(made, 0)
+    assert starts(made.handle(seen(17), 10.0)) == ["unit-sim-1", "unit-sim-2"]
+    become_ready(made, 1, now_s=11.0)
+    become_ready(made, 2, now_s=12.0)
+    assert made.handle(seen(9), 13.0) == []
+    assert made.handle(seen(3), 100.0) == []
+    effects = made.handle(seen(3), 13.0 + SHRINK_AFTER_S)
+    assert [effect for effect in effects if isinstance(effect, StopUnit)] == [
+        StopUnit("unit-sim-2", "not wanted any more", plan.REPLACE_GRACE_S)
+    ], "two were needed at the beginning of that time"
+
+
+def test_a_model_without_units_gets_one_when_a_request_was_refused() -> None:
+    made, effects = planner(model(min_units=0, max_units=1))
+    assert effects == []
+    assert made.handle(seen(0, refused=0), 1.0) == []
+    assert starts(made.handle(seen(0, refused=1), 2.0)) == ["unit-sim-0"]
+
+
+def test_a_second_pool_takes_what_the_first_one_cannot() -> None:
+    pools = [{"name": "a", "max_units": 2}, {"name": "b", "min_units": 0, "max_units": 2}]
+    made, _ = planner(model(pools=pools, max_running=10))
+    made.handle(plan.Placed("unit-sim-a-0"), 1.0)
+    made.handle(plan.Ready("unit-sim-a-0"), 1.0)
+    effects = made.handle(plan.Seen(Outlook((), (Demand("sim", 20, 0),))), 2.0)
+    assert starts(effects) == ["unit-sim-a-1", "unit-sim-b-0"]
+
+
+def test_a_view_that_lacks_units_says_nothing_of_their_roles() -> None:
+    made, _ = planner(model(min_units=0, max_units=1, standby={"warm": 1}))
+    become_ready(made, 0)
+    made.handle(seen(0), 10.0)
+    assert row(made)["serving"] == 0, "a new placement actor has not heard of it yet"
+
+
+def test_an_adopted_unit_keeps_its_role() -> None:
+    made = Planner(Config(models=(model(min_units=0, max_units=1, standby={"warm": 1}),)))
+    made.handle(plan.Adopted("unit-sim-0", "sim", "n1", role=Role.WARM), 0.0)
+    assert made.handle(plan.NodesSeen((NODE,)), 0.0) == []
+    assert row(made)["serving"] == 0

@@ -281,3 +281,52 @@ async def test_a_bug_in_the_unit_costs_its_stream_and_not_the_engine(
     assert ends == {0: Failed, 1: Done}
     assert "ZeroDivisionError" in caplog.text
     assert stage.server.unit.is_idle
+
+
+# --- sleep ----------------------------------------------------------------------------------
+
+
+class Napping(HandCranked):
+    """Wakes only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self.may_wake = asyncio.Event()
+
+    async def sleep(self) -> None:
+        self.said.append("sleep")
+
+    async def wake(self) -> None:
+        await self.may_wake.wait()
+        self.said.append("wake")
+
+
+async def test_a_request_wakes_an_engine_that_sleeps_and_waits_for_it() -> None:
+    stage = Stage()
+    stage.server._engine = engine = cast(Any, Napping())
+    stage.engine = engine
+    peer = stage.peer(1)
+    assert await stage.server.sleep()
+    assert await stage.server.sleep(), "it sleeps already"
+    for stream, name in enumerate(("a", "b")):
+        stage.submit(peer, stream, name)
+    await stage.settle()
+    assert (engine.said, engine.sinks) == (["sleep"], {})
+    engine.may_wake.set()
+    await stage.settle()
+    assert engine.said == ["sleep", "wake"], "both woke it once"
+    assert set(engine.sinks) == {"a", "b"}
+    assert not await stage.server.sleep(), "it has work"
+    for name in ("a", "b"):
+        await stage.step(name, 5, finish="stop")
+    assert await stage.server.sleep()
+    await stage.server.wake()
+    await stage.server.wake()
+    assert engine.said == ["sleep", "wake", "sleep", "wake"]
+
+
+async def test_an_engine_that_can_not_sleep_stays_awake() -> None:
+    stage = Stage()
+    assert not await stage.server.sleep()
+    await stage.server.wake()

@@ -89,7 +89,7 @@ class MetricsBody(Shape):
 
 
 class UnitHealth(UnitView):
-    health: Literal["healthy", "isolated", "starting", "draining", "stale", "failed"]
+    health: Literal["healthy", "isolated", "starting", "draining", "standby", "asleep", "stale", "failed"]
 
 
 class MetricsView(Shape):

@@ -13,7 +13,7 @@ class UnitView(Shape):
     unit_id: str
     model: str
     task: Literal["generate", "embed"]
-    state: Literal["starting", "ready", "isolated", "draining", "drained", "failed"]
+    state: Literal["starting", "ready", "isolated", "draining", "drained", "standby", "asleep", "failed"]
     isolated: str | None = Field(description="why it gets no work until canaries succeed or it is replaced")
     simulated: bool
     region: str
