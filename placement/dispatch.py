@@ -25,10 +25,14 @@ from placement.filters import Question, sift, standing
 from placement.fleet import View
 from placement.lines import Fit, Line, Waiting
 from placement.queue import Limits, Queue
-from placement.reports import NOTHING_SPENT, Spent
+from placement.reports import MAX_COUNT, NOTHING_SPENT, Spent
 
 LOOK_AHEAD = 8
-"""Requests that one freed slot chooses among: each is priced, in about 15 us."""
+"""Requests that one freed slot chooses among: each that may gain there is priced, for about a quarter of what
+the decision costs that follows."""
+
+ALIKE_SHARE = 0.05
+"""Units whose predicted times differ by less are alike: no prediction is better than that."""
 
 MAX_PASSES = 8
 MAX_PASSED_S = 0.5
@@ -227,7 +231,10 @@ class Dispatch:
     def _gain_ms(self, waiting: Waiting, row: int) -> float:
         """Return how much sooner it is done there than on the usual unit, less what its best would save."""
         view, request = self._view, waiting.request
-        gain_ms = waiting.cost_ms + waiting.best_ms - 2.0 * self._work_ms(request, np.array([row])).item(0)
+        gain_ms = 0.0
+        if waiting.is_choosy:
+            here_ms = self._work_ms(request, np.array([row])).item(0)
+            gain_ms = waiting.cost_ms + waiting.best_ms - 2.0 * here_ms
         if request.prefer_regions and view.units[row].card.region == request.prefer_regions[0]:
             gain_ms += view.rules.prefer_region_wait_ms
         return gain_ms
@@ -269,6 +276,9 @@ class Dispatch:
     def _weigh(self, waiting: Waiting, rows: Ints) -> None:
         work_ms = self._work_ms(waiting.request, rows)
         waiting.cost_ms, waiting.best_ms = float(work_ms.mean()), float(work_ms.min())
+        # What costs about the same on all of its units gains nowhere; a cache may come to hold its prompt.
+        spread_ms = float(work_ms.max()) - waiting.best_ms
+        waiting.is_choosy = bool(waiting.request.prefix) or spread_ms > ALIKE_SHARE * waiting.cost_ms
 
     def _work_ms(self, request: PlacementRequest, rows: Ints) -> Floats:
         """Return for how long it would hold a slot of each unit at `rows`."""
@@ -323,7 +333,7 @@ class Dispatch:
         )
 
     def _least_context(self, model: str) -> int:
-        return int(self._view.columns.context_tokens[self._rows(model)].min(initial=0))
+        return int(self._view.columns.context_tokens[self._rows(model)].min(initial=MAX_COUNT))
 
     def _rows(self, model: str) -> Ints:
         view = self._view

@@ -46,6 +46,8 @@ class Waiting:
     joined_s: float
     best_ms: float = 0.0
     """The same of the unit where it would be the shortest."""
+    is_choosy: bool = False
+    """It matters which unit it gets."""
     until_s: float = math.inf
     """When it is refused."""
     held_until_s: float = math.inf

@@ -519,9 +519,7 @@ class QueueingFleet(Fleet):
     def teardown(self) -> None:
         if not hasattr(self, "dispatch"):
             return
-        self.now_s += LONGEST_S
-        self.view.tick(self.now_s)
-        self.serve()
+        self.time_passes(int(LONGEST_S / STEP_S))
         assert not self.asked
         assert len(self.dispatch.queue) == 0
         assert not any(pool.lines or pool.flows for pool in self.dispatch.queue.pools.values())
