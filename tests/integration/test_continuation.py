@@ -85,7 +85,7 @@ async def ask(
                 elif event == "error":
                     answer.error = data["error"]
                 if hurt is not None and answer.tokens >= at:
-                    await asyncio.ensure_future(_async(hurt, await busy(cell)))
+                    await asyncio.ensure_future(_async(hurt, holder(cell, response.headers["x-request-id"])))
                     hurt = None
     await cell.until_idle()
     return answer
@@ -97,11 +97,13 @@ async def _async(hurt: Callable[[UnitActor], object], unit: UnitActor) -> None:
         await result
 
 
-async def busy(cell: LocalCell) -> UnitActor:
+def holder(cell: LocalCell, request_id: str) -> UnitActor:
+    """Return the unit that makes this answer; a canary may run on another."""
     for unit in cell.units.values():
-        if (await unit.describe())["load"]["running"]:
+        jobs = unit._ready.unit._jobs.values()
+        if any(getattr(job.request, "request_id", "") == request_id for job in jobs):
             return unit
-    raise AssertionError("no unit runs anything")
+    raise AssertionError(f"no unit runs {request_id}")
 
 
 def relay_of(cell: LocalCell, unit: UnitActor) -> Any:
