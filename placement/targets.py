@@ -4,8 +4,9 @@ A prompt that a unit computes delays all that the unit holds: their next tokens 
 gap between tokens of whoever got its first token before a queue of prompts is computed is that of steps full
 of prompt. Both are priced in milliseconds, like everything else:
 
-    others = delay that our prompt means for those on the unit
-           + MISS_MS x how likely we miss the target of the first token, or of the gap, or make others miss it
+    others = HARM x delay that our prompt means for those on the unit
+           + MISS_MS x how likely we miss a target, or make others miss theirs
+           + what waiting for the first token weighs beyond its length, TTFT^2 / TAIL_MS
 """
 
 from __future__ import annotations
@@ -19,11 +20,26 @@ from placement.columns import Floats, Ints
 CHUNK_TOKENS = 2_048
 """Of a step that computes prompts: vLLM's default on most GPUs."""
 
-MISS_MS = 30_000.0
-"""What a missed target is worth: a client that waits for half a minute has gone."""
+MISS_MS = 8_000.0
+"""What a missed target is worth: so much longer would a client rather wait once."""
 
 RAMP_FROM, RAMP_TO = 0.75, 1.15
-"""Prediction over target: below the first a miss is out of question, above the second it is sure."""
+"""Prediction over target: below the first a miss is out of question, above the second it is sure. Units
+differ from what is predicted of them by a fifth."""
+
+OTHERS = 0.3
+"""Of those on a unit, the share whose answers are so short that a queue of prompts shows in their mean
+gap."""
+
+FELT = 1.5
+"""By how much one answer's gaps may be above those of all that ran on its unit lately."""
+
+HARM = 0.25
+"""Worth of a millisecond of somebody else's against one of ours: most of them read slower than tokens
+come."""
+
+TAIL_MS = 1_000.0
+"""A first token that takes so long counts twice: the longer one has waited, the worse is a moment more."""
 
 
 class Targets(NamedTuple):
@@ -37,10 +53,6 @@ class Targets(NamedTuple):
 
 NO_TARGETS = Targets(0.0, 0.0, 0.0)
 """Nobody expects anything: only predicted times count."""
-
-HARM = 0.25
-OTHERS = 1.0
-TAIL_MS = 4_000.0
 
 
 def others_ms(
@@ -61,8 +73,8 @@ def others_ms(
     between tokens there lately.
     """
     limit_ms = targets.ttft_ms + targets.ttft_ms_per_token * prompt_tokens
-    ours = _chance(ttft_ms / limit_ms) + _chance(np.maximum(step_ms, felt_ms) / targets.tpot_ms)
-    gap_ms = np.maximum(_gap_ms(output_tokens, step_ms, backlog_ms, prefill_ms_per_token), felt_ms)
+    ours = _chance(ttft_ms / limit_ms) + _chance(np.maximum(step_ms, FELT * felt_ms) / targets.tpot_ms)
+    gap_ms = _gap_ms(output_tokens, step_ms, backlog_ms, prefill_ms_per_token)
     theirs = np.minimum(load, 1) * _chance(gap_ms / targets.tpot_ms)
     tail_ms = ttft_ms * ttft_ms / TAIL_MS
     return HARM * work_ms * load + MISS_MS * (ours + OTHERS * theirs) + tail_ms

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 DEFAULT_LOADS = "0.5,0.8,0.95,1.1"
 MAX_SEEDS = 100
 MAX_JOBS = 64
-ALL = "all"
 DEFAULT_SLO = "ttft_ms=2000,ttft_ms_per_token=0.25,tpot_ms=100,attainment=0.95"
 DEFAULT_REGIONS = "us-east-1,us-west-2,eu-central-1,ap-northeast-1"
 
@@ -49,7 +48,9 @@ def simulate(
     load: Annotated[
         str, typer.Option("--load", help="Loads; 1.0 is what least outstanding sustains.")
     ] = DEFAULT_LOADS,
-    policies: Annotated[str, typer.Option("--policies", help="Names, or `all`.")] = ALL,
+    policies: Annotated[
+        str, typer.Option("--policies", help="Names, `all`, or `ablations`: ours without a part each.")
+    ] = "all",
     seeds: Annotated[int, typer.Option("--seeds", help="Paired runs of each.", min=1, max=MAX_SEEDS)] = 5,
     jobs: Jobs = 1,
     sustained: Annotated[bool, typer.Option(help="Also look for the load that each policy sustains.")] = True,
@@ -64,12 +65,13 @@ def simulate(
     sustained load."""
     from placement.simulator.bench import Job, Runner
     from placement.simulator.figures import Slo
-    from placement.simulator.policies import POLICIES
+    from placement.simulator.policies import ABLATIONS, COMPARED, POLICIES
     from placement.simulator.report import compare, plot
 
     with reporting(False):
         loads = _loads(load)
-        chosen = list(POLICIES) if policies == ALL else [name.strip() for name in policies.split(",")]
+        sets = {"all": COMPARED, "ablations": {"grid": POLICIES["grid"], **ABLATIONS}}
+        chosen = list(sets[policies]) if policies in sets else [name.strip() for name in policies.split(",")]
         for name in chosen:
             if name not in POLICIES:
                 raise InvalidRequest(

@@ -131,10 +131,9 @@ class Runner:
     def sustained_load(
         self, policy: str, unit_rps: float, tried: Sequence[float], seeds: Sequence[int]
     ) -> float:
-        """Return the highest load at the target, in shares of `unit_rps`; 0 where even the least one is too
-        much.
+        """Return the highest load at the target, in shares of `unit_rps`.
 
-        `tried` loads, which have been run anyway, bracket it.
+        `tried` loads, which have been run anyway, bracket it; 0 where even the least of them is too much.
         """
         low, high = 0.0, 0.0
         for load in sorted(tried):
@@ -148,11 +147,7 @@ class Runner:
             while high <= MOST_LOAD and self.attainment(policy, high * unit_rps, seeds) >= TARGET:
                 low, high = high, high * 1.25
         if not low:
-            low = high / 2
-            while self.attainment(policy, low * unit_rps, seeds) < TARGET:
-                low, high = low / 2, low
-                if low < PRECISION:
-                    return 0.0
+            return 0.0
         return self._bisect(policy, low * unit_rps, high * unit_rps, seeds) / unit_rps
 
     def _bisect(self, policy: str, low: float, high: float, seeds: Sequence[int]) -> float:

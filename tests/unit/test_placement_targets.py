@@ -40,8 +40,11 @@ def test_a_prompt_delays_all_that_are_there() -> None:
 
 
 def test_a_first_token_that_is_late_for_sure_costs_a_miss() -> None:
-    assert priced(load=0, ttft_ms=5000.0) > MISS_MS > priced(load=0, ttft_ms=2000.0) > 0.3 * MISS_MS
-    assert priced(load=0, ttft_ms=2000.0, prompt=20_000) < 0.1 * MISS_MS, "a long prompt may take longer"
+    assert priced(load=0, ttft_ms=5000.0) > MISS_MS
+    assert priced(load=0, ttft_ms=2000.0) > 2 * priced(load=0, ttft_ms=1400.0)
+    assert priced(load=0, ttft_ms=2000.0, prompt=20_000) < priced(load=0, ttft_ms=2000.0), (
+        "longer prompt, later token"
+    )
 
 
 def test_a_long_wait_weighs_more_than_two_of_half_its_length() -> None:
@@ -57,7 +60,7 @@ def test_gaps_that_are_too_long_cost_a_miss_with_or_without_others() -> None:
 
 def test_gaps_that_those_who_run_there_feel_count_whatever_the_prediction() -> None:
     assert priced(load=0, felt_ms=200.0) == pytest.approx(MISS_MS, rel=0.01)
-    assert priced(load=3, felt_ms=200.0) == pytest.approx(2 * MISS_MS, rel=0.01)
+    assert priced(load=3, felt_ms=40.0) == priced(load=3), "far below the target they say nothing"
 
 
 def test_the_felt_gap_is_the_time_of_a_step_while_requests_run() -> None:

@@ -3,6 +3,12 @@ ours."""
 
 from __future__ import annotations
 
+from placement.simulator.policies.ablations import (
+    WithoutLearning,
+    WithoutPrefixes,
+    WithoutRoundTrips,
+    WithoutTargets,
+)
 from placement.simulator.policies.affinity import BoundedHash, RayPrefix, SglangCacheAware
 from placement.simulator.policies.base import Policy
 from placement.simulator.policies.grid import Grid
@@ -28,4 +34,11 @@ BASELINES: dict[str, type[Policy]] = {
     )
 }
 
-POLICIES: dict[str, type[Policy]] = {**BASELINES, Grid.name: Grid}
+COMPARED: dict[str, type[Policy]] = {**BASELINES, Grid.name: Grid}
+"""What `all` means."""
+
+ABLATIONS: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (WithoutTargets, WithoutRoundTrips, WithoutPrefixes, WithoutLearning)
+}
+
+POLICIES: dict[str, type[Policy]] = {**COMPARED, **ABLATIONS}

@@ -171,6 +171,9 @@ class Grid(Policy):
         self._tick(now_s)
         return self._sent(self._dispatch.place(self.request(arrival), LINK, arrival.request, now_s))
 
+    def outcome(self, ended: Ended) -> str:
+        return "done"
+
     def ended(self, ended: Ended, now_s: float) -> Sequence[Dispatch]:
         reservation = self._reservation.pop(ended.request, None)
         if reservation is not None:
@@ -178,6 +181,6 @@ class Grid(Policy):
                 *(ended.prompt_tokens, ended.output_tokens, ended.ttft_ms, ended.total_ms),
                 ended.cached_tokens,
             )
-            _, answers = self._dispatch.settle(reservation, "done", now_s, spent)
+            _, answers = self._dispatch.settle(reservation, self.outcome(ended), now_s, spent)
             return self._sent(answers)
         return ()
