@@ -276,6 +276,31 @@ def test_apply_makes_source_documents_and_pipeline(gateway: Gateway, tmp_path: P
     ]
 
 
+def test_apply_says_so_where_nothing_changes(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps({"name": LISTED["name"], "pipeline": {"steps": []}}))
+    gateway.routes = {
+        ("GET", "/v1/pipelines"): httpx.Response(200, json={"pipelines": [LISTED]}),
+        ("PUT", "/v1/pipelines/pl-1"): httpx.Response(200, json=LISTED),
+        ("GET", "/v1/pipelines/pl-1"): httpx.Response(200, json=LISTED),
+    }
+    assert "unchanged, active as pl-1, revision 1" in grid("apply", str(tmp_path / "p.json")).stdout
+    gateway.routes["PUT", "/v1/pipelines/pl-1"] = httpx.Response(200, json={**LISTED, "revision": 2})
+    gateway.routes["GET", "/v1/pipelines/pl-1"] = httpx.Response(200, json={**LISTED, "revision": 2})
+    said = grid("apply", str(tmp_path / "p.json")).stdout
+    assert "revision 2" in said
+    assert "unchanged" not in said
+
+
+def test_sources_are_deleted_by_force_when_asked(gateway: Gateway) -> None:
+    gateway.routes = {
+        ("GET", "/v1/data-sources/ds-1"): httpx.Response(200, json=SOURCE),
+        ("DELETE", "/v1/data-sources/ds-1"): httpx.Response(200, json={"deleted": True, "id": "ds-1"}),
+    }
+    for options, query in (((), ""), (("--force",), "force=true")):
+        assert grid("sources", "delete", "ds-1", *options).exit_code == 0
+        assert gateway.asked[-1].url.query.decode() == query
+
+
 def test_apply_shows_why_a_pipeline_failed(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('{"name": "support", "pipeline": {"steps": [{}]}}')
     failed = {**LISTED, "status": "failed", "reason": "no unit runs model-x"}
