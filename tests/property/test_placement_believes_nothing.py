@@ -57,9 +57,13 @@ class Ear:
         self.heard.append(message)
 
 
-def changed(make: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Something sensible of which a few fields are what a broken peer might send."""
-    return st.fixed_dictionaries({}, optional=fields).map(lambda some: make(**some))
+def changed(make: Any, *names: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Something sensible but for its `names`, or of which a few fields are what a broken peer might send."""
+    sensible = st.fixed_dictionaries({name: fields[name] for name in names})
+    broken = st.dictionaries(st.sampled_from(sorted(fields)), st.none(), max_size=3).flatmap(
+        lambda some: st.fixed_dictionaries({name: fields[name] for name in some})
+    )
+    return st.one_of(sensible, sensible, broken).map(lambda some: make(**some))
 
 
 cards = changed(
@@ -81,6 +85,8 @@ cards = changed(
 )
 loads = changed(
     lambda **some: make_load(make_card(some.pop("unit_id", "u0")), **some),
+    "unit_id",
+    "reservations",
     unit_id=unit_ids,
     incarnation=incarnations,
     state=st.one_of(st.sampled_from([int(state) for state in UnitState]), counts),
@@ -120,6 +126,7 @@ gpu_samples = changed(
 )
 requests = changed(
     lambda **some: make_request(some.pop("request_id", "req_1"), **some),
+    "request_id",
     request_id=st.sampled_from([f"req_{number}" for number in range(4)]),
     model=st.sampled_from(["model-x", "model-y", "none", ""]),
     task=counts,
