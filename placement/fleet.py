@@ -50,6 +50,7 @@ from placement.prefixes import Prefixes, UnitPrefixes
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
 from placement.samples import Batch
+from placement.slowness import Slowness
 from placement.speeds import Speeds, UnitSpeed, prompt_work
 from placement.targets import Targets
 
@@ -146,6 +147,7 @@ class View:
         self._sampled_since_s = np.inf
         """No newest sample is older than this."""
         self._isolation = Isolation(rules.isolated_share_max)
+        self._slowness = Slowness()
 
     # --- membership -------------------------------------------------------------------------
 
@@ -216,6 +218,13 @@ class View:
             self._changed()
         return is_new
 
+    def _isolate_slow(self, observed_s: float) -> None:
+        for slow in self._slowness.found(observed_s):
+            card = self.units[self._rows[slow.unit_id]].card
+            reason = f"its steps take {slow.factor:.0f} times as long as they did, and others' don't"
+            if self._isolation.slow(card, reason, observed_s):
+                self._changed()
+
     def canaries_due(self, now_s: float) -> list[UnitCard]:
         """Return the units to which a canary is to be sent now; `canary_ended` must follow for each."""
         return self._isolation.canaries_due(self._clock.read(now_s))
@@ -280,6 +289,7 @@ class View:
         if not self._links[link]:
             del self._links[link]
         self.units[row].speed.leave()
+        self._slowness.leave(unit_id)
         self.prefixes.leave(row, self.units[row].prefixes)
         self.models.drop(int(self.columns.model[row]))
         self.regions.drop(int(self.columns.region[row]))
@@ -329,7 +339,10 @@ class View:
         for row in rows.tolist():
             held = max(columns.kv_tokens_total.item(row) - columns.kv_tokens_free.item(row), 0)
             step_ms = columns.decode_ms_per_token.item(row)
-            self._learning.reported(self.units[row].speed, columns.running.item(row), held, step_ms)
+            unit = self.units[row]
+            off = self._learning.reported(unit.speed, columns.running.item(row), held, step_ms)
+            if off is not None:
+                self._slowness.observed(unit.card.unit_id, id(unit.speed.kind), off, observed_s)
 
     def _see(self, row: int) -> None:
         """Tell which reservations the newest sample holds, which it holds no more, and which not yet."""
@@ -464,6 +477,7 @@ class View:
         if observed_s >= self._published_s + PUBLISH_S:
             self._published_s = observed_s
             self._set_speeds(self._learning.publish())
+            self._isolate_slow(observed_s)
         self._look_at_neighbours()
         expired = 0
         for reservation in self._ledger.expired(observed_s, self._renewed_until_s):

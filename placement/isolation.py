@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from grid.words import Condemned, UnitCard
-from placement.health import RELAPSE_S, Breaker, Phase
+from placement.health import CONVICTED, RELAPSE_S, Breaker, Phase
 
 
 class Serving(NamedTuple):
@@ -66,6 +66,7 @@ class Isolation:
         breaker = self._records.setdefault(card.unit_id, _Record(card, now_s)).breaker
         if breaker.phase is not Phase.CLOSED:
             return False
+        breaker.evidence = max(breaker.evidence, CONVICTED)
         breaker.open(reason, now_s)
         return True
 

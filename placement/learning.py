@@ -105,10 +105,11 @@ class Learning:
 
     def reported(
         self, unit: UnitSpeed, running: int, kv_tokens_held: int, decode_ms_per_token: float
-    ) -> None:
-        """Learn from what a unit that works measured of its steps."""
+    ) -> float | None:
+        """Learn from what a unit that works measured of its steps; return what `stepped` does."""
         if decode_ms_per_token > 0 and running:
-            unit.stepped(running, kv_tokens_held, decode_ms_per_token)
+            return unit.stepped(running, kv_tokens_held, decode_ms_per_token)
+        return None
 
 
 def _ran(lesson: Lesson, spent: Spent, left: Here) -> Ran:

@@ -227,15 +227,18 @@ class UnitSpeed:
             learn(kind.prefill, self._prefill, step_ms, prompt_ms, ran.ttft_ms / slowed, noise)
         self._learner.learned(self)
 
-    def stepped(self, batch: int, kv_tokens: int, step_ms: float) -> None:
-        """Learn from what the unit measured of its steps: no prompt is computed in those."""
+    def stepped(self, batch: int, kv_tokens: int, step_ms: float) -> float:
+        """Learn from what the unit measured of its steps: no prompt is computed in those. Return the
+        logarithm of it over what any unit of the kind would take, so crowded."""
         kind, load_ms = self.kind, self.kind.load_ms(batch, kv_tokens, 1.0)
+        off = math.log(step_ms / kind.decode.predict(kind.prior.step_ms, load_ms) / self.slowed.factor)
         alone_ms = kind.decode.predict(kind.prior.step_ms, load_ms) * math.exp(self._decode.log)
         self.slowed.observed(math.log(step_ms / alone_ms))
         step_ms /= self.slowed.factor
         noise = REPORT_NOISE * self.slowed.noise
         learn(kind.decode, self._decode, kind.prior.step_ms, load_ms, step_ms, noise)
         self._learner.learned(self)
+        return off
 
     def leave(self) -> None:
         self._learner.neighbours.leave(self.card)
