@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ READINGS = tuple(name for name in UnitLoad._fields if _TYPES[name] is float)
 
 _COUNTS_AT = [UnitLoad._fields.index(name) for name in COUNTS]
 _READINGS_AT = [UnitLoad._fields.index(name) for name in READINGS]
+_APART = ("unit_id", "incarnation", "reservations", *COUNTS, *READINGS)
+_in_order = itemgetter(*(_APART.index(name) for name in UnitLoad._fields))
+_counts_of, _readings_of = itemgetter(*_COUNTS_AT), itemgetter(*_READINGS_AT)
 
 
 def columns_of(loads: Sequence[UnitLoad]) -> tuple[Ints, Floats]:
@@ -30,19 +34,14 @@ def columns_of(loads: Sequence[UnitLoad]) -> tuple[Ints, Floats]:
 
     Raises OverflowError for a count that 64 bits don't hold.
     """
-    counts = np.array([[load[at] for load in loads] for at in _COUNTS_AT], np.int64)
-    readings = np.array([[load[at] for load in loads] for at in _READINGS_AT], np.float64)
-    return counts, readings
+    counts = np.array([_counts_of(load) for load in loads], np.int64)
+    readings = np.array([_readings_of(load) for load in loads], np.float64)
+    return counts.T, readings.T
 
 
 def load_of(unit_id: str, incarnation: str, counts: Sequence[int], readings: Sequence[float]) -> UnitLoad:
     """Return one unit's column as a sample, without its list of reservations."""
-    values: list[typing.Any] = [unit_id, incarnation, *[()] * (len(UnitLoad._fields) - 2)]
-    for at, count in zip(_COUNTS_AT, counts, strict=True):
-        values[at] = count
-    for at, reading in zip(_READINGS_AT, readings, strict=True):
-        values[at] = reading
-    return UnitLoad(*values)
+    return UnitLoad._make(_in_order((unit_id, incarnation, (), *counts, *readings)))
 
 
 def packed(counts: Ints, readings: Floats) -> tuple[bytes, bytes]:

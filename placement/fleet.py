@@ -640,19 +640,24 @@ class View:
     def snapshot(self, now_s: float) -> tuple[FleetUnit, ...]:
         """Return the view as gateways are pushed it: an operator's drain and a GPU's fault show as the unit's
         state."""
-        rows = []
-        columns = self.columns
-        samples_of = zip(columns.counts.T.tolist(), columns.readings.T.tolist(), strict=True)
-        for row, (unit, sample) in enumerate(zip(self.units, samples_of, strict=True)):
-            load = load_of(unit.card.unit_id, unit.card.incarnation, *sample)
-            if self.gpus.fault(unit.card):
+        rows, columns = [], self.columns
+        # Decisions wait for it, once a second: lists first, then a few steps a unit.
+        ages_ms = 1e3 * (self._clock.read(now_s) - columns.sampled_s)
+        ages_ms[columns.sampled_s == -np.inf] = UNKNOWN
+        lists = [
+            column.tolist()
+            for column in (columns.counts.T, columns.readings.T, columns.taken_in, columns.drained, ages_ms)
+        ]
+        has_faults = self.gpus.has_faults()
+        for unit, counts, readings, taken_in, drained, age_ms in zip(self.units, *lists, strict=True):
+            card = unit.card
+            load = load_of(card.unit_id, card.incarnation, counts, readings)
+            if has_faults and self.gpus.fault(card):
                 load = load._replace(state=int(UnitState.FAILED))
-            elif columns.taken_in[row]:
+            elif taken_in:
                 load = load._replace(state=int(UnitState.READY))
-            elif columns.drained[row] and load.state == UnitState.READY:
+            elif drained and load.state == UnitState.READY:
                 load = load._replace(state=int(UnitState.DRAINING))
-            age_s = self.sample_age_s(row, now_s)
-            age_ms = 1e3 * age_s if age_s < np.inf else UNKNOWN
-            held = self._ledger.count_of_unit(unit.card.unit_id)
-            rows.append(FleetUnit(unit.card, load, held, age_ms, self.isolated(unit.card.unit_id)))
+            held = self._ledger.count_of_unit(card.unit_id)
+            rows.append(FleetUnit(card, load, held, age_ms, self.isolated(card.unit_id)))
         return tuple(rows)

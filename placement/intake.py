@@ -13,8 +13,8 @@ from placement.samples import Batch
 GATHER_S = 0.01
 """How long a sample may wait for others: a tenth of the time until the next of its unit."""
 
-MAX_TURN_UNITS = 512
-"""Samples of one turn of the loop, which take a few tenths of a millisecond."""
+MAX_TURN_UNITS = 256
+"""Samples of one turn of the loop, which take up to a millisecond: decisions wait no longer for them."""
 
 
 class Intake:

@@ -29,11 +29,32 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     die_with_parent()
     if kwargs["vllm_config"].device_config.device_type == "cpu":
         os.nice(CPU_NICENESS)
+        rewind_on_cpu()
     from vllm.v1.engine.core import EngineCoreProc
 
     # What a parent asks for by name is looked up on the engine core.
     setattr(EngineCoreProc, LIMIT, limit)
     EngineCoreProc.run_engine_core(*args, **kwargs)
+
+
+def rewind_on_cpu() -> None:
+    """Let seeded requests have prompts that take several steps.
+
+    vLLM 0.32 draws a token for each piece of a prompt, and takes back what it drew for all but the last by an
+    offset that torch's generators have on GPUs alone: on CPU cores such a request would end the engine for
+    everybody. Here it begins again with its seed, which is exact before the first token; after an eviction it
+    repeats its random numbers, which is a sample as good as any.
+    """
+    import torch
+
+    class Rewinding(torch.Generator):  # type: ignore[misc]  # torch is not followed
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> None:
+            self.manual_seed(self.initial_seed())
+
+    torch.Generator = Rewinding
 
 
 def limit(core: Any, chunk_tokens: int, admits: int) -> tuple[int, int]:

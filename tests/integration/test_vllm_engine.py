@@ -259,6 +259,16 @@ async def test_seeded_sampling_repeats_itself(engine: VLLMEngine) -> None:
     assert one == again != other
 
 
+async def test_a_seeded_prompt_may_take_several_steps(engine: VLLMEngine) -> None:
+    """vLLM by itself ends on CPU cores, for everybody, with such a request."""
+    prompt = "word " * 700
+    assert engine._meter.limits is not None
+    assert engine._meter.limits.chunk_tokens < 700
+    runs = [await run(engine, prompt, 12, temperature=1.0, seed=7, salt=salt) for salt in ("one", "two")]
+    assert ids(runs[0]) == ids(runs[1])
+    await engine.check()
+
+
 async def test_a_healthy_engine_says_so(engine: VLLMEngine) -> None:
     assert engine.load().kv_tokens_total >= MODEL.context_tokens
     await engine.check()
