@@ -6,6 +6,7 @@ One unit of the tiny random model with vLLM, its real server, and a client on a 
 
   leaving   time from a cancel until the slot is free, measured in the unit; beside it, closing the engine's
             own generator with no unit in between
+  start     seconds until the unit is ready, vLLM's import included, and its memory before the first request
   tenants   TTFT of a 700-token prompt that is new (baseline), that another tenant sent just before, and that
             the same tenant sent just before, with the cached tokens that each is told of
 """
@@ -26,6 +27,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from gateway.processes import pss_bytes
 from grid.config import Cell, Config, Model
 from grid.engines.base import Generation, steps_of
 from grid.engines.environment import engine_environment
@@ -139,14 +143,22 @@ async def measure(rounds: int) -> dict[str, Any]:
             end_process=sys.exit,
             engine=engine,
         )
+        began_s = time.monotonic()
         await unit.start()
+        start = {"start_s": round(time.monotonic() - began_s, 1), "idle_mb": idle_mb()}
         link = await dial(*await unit.address(), role="gateway", peer_id="bench", secret=secret)
         bench = Bench(unit, engine, link)
         try:
-            return await compare(bench, rounds)
+            return start | await compare(bench, rounds)
         finally:
             link.close()
             await unit.stop()
+
+
+def idle_mb() -> int:
+    """Return the proportional set size of this process and its engine's."""
+    unit = psutil.Process()
+    return sum(pss_bytes(process) for process in (unit, *unit.children(recursive=True))) >> 20
 
 
 async def compare(bench: Bench, rounds: int) -> dict[str, Any]:
@@ -211,6 +223,9 @@ def main() -> None:
     for name, row in rows.items():
         print(f"{name:24}{row['p50']:>10}{row['p90']:>10}{row['max']:>10}")
     print("cached tokens:", figures["cached_tokens"])
+    print(
+        f"start {figures['start_s']} s, vLLM's import included; {figures['idle_mb']} MB once it has started"
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
 

@@ -27,11 +27,13 @@ CPU_NICENESS = 5
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Stand in for `EngineCoreProc.run_engine_core`."""
     die_with_parent()
-    if kwargs["vllm_config"].device_config.device_type == "cpu":
+    on_cpu = kwargs["vllm_config"].device_config.device_type == "cpu"
+    if on_cpu:
         os.nice(CPU_NICENESS)
-        rewind_on_cpu()
     from vllm.v1.engine.core import EngineCoreProc
 
+    if on_cpu:
+        rewind_on_cpu()
     # What a parent asks for by name is looked up on the engine core.
     setattr(EngineCoreProc, LIMIT, limit)
     EngineCoreProc.run_engine_core(*args, **kwargs)
