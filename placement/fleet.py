@@ -490,12 +490,11 @@ class View:
 
     def _look_at_neighbours(self) -> None:
         """Units that share a GPU are as fast as their neighbours let them be."""
-        neighbours = self._learning.neighbours
-        rows = {unit_id: self._rows[unit_id] for unit_id in neighbours.shared}
-        if rows:
-            works = {unit_id: bool(self.columns.load[row] > 0) for unit_id, row in rows.items()}
-            changed = neighbours.look(works)
-            self._set_speeds([self.units[rows[slowed.unit_id]].speed for slowed in changed])
+        for gpu in self._learning.neighbours.due():
+            rows = {unit_id: self._rows[unit_id] for unit_id in gpu.units}
+            changed = gpu.look({unit_id: self.columns.load.item(row) > 0 for unit_id, row in rows.items()})
+            if changed:
+                self._set_speeds([self.units[rows[slowed.unit_id]].speed for slowed in changed])
 
     def _end(self, reservation_id: str) -> None:
         reservation = self._ledger.pop(reservation_id)

@@ -11,6 +11,7 @@ it observes divided by what they cost it, so that it is not taken for a slow one
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from grid.words import UnitCard
 
@@ -33,6 +34,10 @@ PUBLISH_STEP = 0.03
 """A unit's speeds follow its neighbours once they are changed by that much."""
 
 
+MAX_LOOKED_AT = 256
+"""GPUs looked at in one tick, a fraction of a millisecond; thousands are seen within a second."""
+
+
 class SharedGpu:
     """A GPU, or several that the same units share."""
 
@@ -42,6 +47,15 @@ class SharedGpu:
         self.units: dict[str, Slowed] = {}
         self.slowing = PRIOR_SLOWING
         self._variance = PRIOR_DOUBT**2
+
+    def look(self, works: Mapping[str, bool]) -> list[Slowed]:
+        """Take in which of its units work now; return those whose published factor is another."""
+        at_work, changed = sum(works.values()), []
+        for unit_id, slowed in self.units.items():
+            slowed.neighbours = at_work - works[unit_id]
+            if slowed.publish():
+                changed.append(slowed)
+        return changed
 
     def factor(self, neighbours: int) -> float:
         return 1.0 + self.slowing * neighbours
@@ -102,6 +116,7 @@ class Neighbours:
 
     def __init__(self) -> None:
         self._gpus: dict[tuple[str, ...], SharedGpu] = {}
+        self._next = 0
 
     def join(self, card: UnitCard) -> Slowed:
         """Return what slows a unit. Whoever keeps it says `leave` in the end."""
@@ -118,18 +133,9 @@ class Neighbours:
         if gpu is not None and gpu.units.pop(card.unit_id, None) is not None and not gpu.units:
             del self._gpus[key]
 
-    def look(self, works: dict[str, bool]) -> list[Slowed]:
-        """Take in which of `shared` work now; return those whose published factor is another."""
-        changed = []
-        for gpu in self._gpus.values():
-            at_work = sum(works[unit_id] for unit_id in gpu.units)
-            for unit_id, slowed in gpu.units.items():
-                slowed.neighbours = at_work - works[unit_id]
-                if slowed.publish():
-                    changed.append(slowed)
-        return changed
-
-    @property
-    def shared(self) -> list[str]:
-        """The units that share a GPU."""
-        return [unit_id for gpu in self._gpus.values() for unit_id in gpu.units]
+    def due(self) -> list[SharedGpu]:
+        """Return the GPUs whose units are to be looked at now, all of them in turn."""
+        gpus = list(self._gpus.values())
+        first = self._next if self._next < len(gpus) else 0
+        self._next = first + MAX_LOOKED_AT
+        return gpus[first : self._next]

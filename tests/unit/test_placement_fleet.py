@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 from support.fleet import make_card, make_load, make_request, make_view
 
-from grid.errors import InvalidRequest
+from grid.errors import InvalidRequest, Saturated
 from grid.words import UNKNOWN, UnitState
 from placement.columns import Names
+from placement.decide import decide
 from placement.fleet import Rules, View
 from placement.freshness import MASS_STALE_UNITS, ObservedClock, fresh
 
@@ -83,6 +85,17 @@ def test_a_prompt_in_preparation_counts_before_the_engine_counts_it() -> None:
     reserve(view, FIRST)
     view.report([make_load(card, running=0, reservations=(FIRST.reservation_id,))], 1, 0.1)
     assert load(view) == 1
+
+
+def test_a_unit_short_of_memory_is_given_no_more_than_it_says_it_takes() -> None:
+    card = make_card(max_running=4)
+    view = make_view(card)
+    view.report([make_load(card, running=1, admits=2)], 1, 0.1)
+    reserve(view, FIRST)
+    with pytest.raises(Saturated, match="has 2 slots"):
+        decide(SECOND, view, 0.1, random.Random(0))
+    view.report([make_load(card, running=1, admits=4)], 1, 0.2)
+    assert decide(SECOND, view, 0.2, random.Random(0)).chosen.unit_id == "u0"
 
 
 def test_asking_again_for_a_reservation_counts_it_once() -> None:

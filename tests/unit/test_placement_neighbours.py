@@ -13,7 +13,7 @@ from support.fleet import make_card, make_load, make_request, make_view
 from grid.words import UnitCard
 from placement.decide import decide
 from placement.fleet import View
-from placement.neighbours import MAX_SLOWING, PRIOR_SLOWING, SharedGpu
+from placement.neighbours import MAX_LOOKED_AT, MAX_SLOWING, PRIOR_SLOWING, SharedGpu
 
 GPU_A, GPU_B = "GPU-a", "GPU-b"
 ALONE_MS = 20.0
@@ -105,6 +105,17 @@ def test_who_leaves_slows_nobody() -> None:
     world.view.leave(2)
     world.view.tick(world.now_s + 0.1)
     assert step_ms(world.view, "u0") == pytest.approx(ALONE_MS, rel=0.1)
+
+
+def test_many_shared_gpus_are_looked_at_in_turn() -> None:
+    count = MAX_LOOKED_AT + 10
+    cards = [share(f"u{number}-{half}", f"GPU-{number}") for number in range(count) for half in range(2)]
+    view = make_view(*cards)
+    for link, card in enumerate(cards, start=1):
+        view.report([make_load(card, running=1)], link, 0.0)
+    view.tick(0.1)
+    view.tick(0.2)
+    assert all(unit.speed.slowed.neighbours == 1 for unit in view.units)
 
 
 @given(st.lists(st.tuples(st.floats(-9, 9), st.integers(0, 7)), max_size=50))
