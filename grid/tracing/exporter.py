@@ -12,6 +12,7 @@ import logging
 import random
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
@@ -117,9 +118,11 @@ class Exporter:
             describe, facts = self._waiting.popleft()
             try:
                 spans = [encode(span, offset_ns) for span in describe(*facts)]
-            except Exception:
-                # A bug, which must not become an error of the request that happens to come next.
-                log.exception("tracing: the spans of a request could not be made")
+            except Exception as error:
+                # A bug, which must not become an error of the request that happens to come next. Not its
+                # message, which could quote a prompt.
+                where = "".join(traceback.format_tb(error.__traceback__))
+                log.error("tracing: no spans of a request, for %s\n%s", type(error).__name__, where)
                 self._failed += 1
                 continue
             if len(queue) + len(spans) > MAX_QUEUED_SPANS:

@@ -253,7 +253,7 @@ def test_requests_are_described_together_and_the_last_ones_at_the_end(
 
 def test_spans_that_cannot_be_made_are_nobody_elses_error(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> list[Span]:
-        raise AssertionError("no such unit")
+        raise AssertionError("".join(["se", "cret"]))
 
     transport = Refusing()
     sender = exporter(transport)
@@ -261,7 +261,9 @@ def test_spans_that_cannot_be_made_are_nobody_elses_error(caplog: pytest.LogCapt
     sender.put(span("good"))
     sender.close()
     assert (transport.taken, sender.dropped) == (["good"], 1)
-    assert "no such unit" in caplog.text
+    assert "AssertionError" in caplog.text
+    assert "in broken" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_what_is_put_before_the_end_is_sent_however_late_the_thread_sees_it(
