@@ -30,8 +30,8 @@ MAX_BLOCKS = 64
 """Hashes of one request: with these blocks they reach 370,000 tokens, and take 0.6 KB on the link."""
 
 MAX_HELD = 1 << 19
-"""Blocks that all units together are known to hold: about 400 bytes each. It is the KV caches of some hundred
-large GPUs; beyond it the units that were longest without a request are forgotten first."""
+"""Blocks that all units together are known to hold: 160 MB, at 300 bytes each. It is the KV caches of some
+hundred large GPUs; beyond it the units that were longest without a request are forgotten first."""
 
 MAX_FILLER_TOKENS = 1_024
 """Tokens that no later prompt can begin with (answers, ends of prompts) are counted together up to here."""
