@@ -283,7 +283,18 @@ def simulated_cell(folder: Path) -> Config:
         "max_units": UNITS,
         "simulated": {"speed": decode_ms / PACE_MS},
     }
-    return Config.model_validate({"cell": {"name": "chaos", "state_dir": str(folder)}, "models": [model]})
+    return chaos_config(folder, model)
+
+
+def chaos_config(folder: Path, model: dict[str, Any]) -> Config:
+    return Config.model_validate(
+        {
+            "cell": {"name": "chaos", "state_dir": str(folder)},
+            # Units that are hurt again and again would be isolated, and no supervisor replaces them here.
+            "placement": {"isolated_share_max": 0.0},
+            "models": [model],
+        }
+    )
 
 
 def vllm_cell(folder: Path) -> Config:
@@ -298,7 +309,7 @@ def vllm_cell(folder: Path) -> Config:
         "min_units": 2,
         "max_units": 2,
     }
-    return Config.model_validate({"cell": {"name": "chaos", "state_dir": str(folder)}, "models": [model]})
+    return chaos_config(folder, model)
 
 
 async def measure(folder: Path, arguments: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
@@ -340,7 +351,7 @@ async def measure(folder: Path, arguments: argparse.Namespace, kinds: list[str])
 async def inject(chaos: Chaos, hurt: Callable[[str], Awaitable[None]], injections: int) -> None:
     for _ in range(injections):
         await chaos.ready()
-        await asyncio.sleep(SETTLE_S + chaos._rng.random())
+        await asyncio.sleep(SETTLE_S + 0.6 * chaos._rng.random())
         await hurt(await chaos.busy_unit())
     await chaos.ready()
 
