@@ -47,6 +47,10 @@ STREAM_BYTES_PER_TOKEN = 256
 that sends more than that is broken."""
 
 
+SLOW_DIAL_S = 0.25
+"""A dial and its handshake take a millisecond; a unit that is not reached within this is in doubt."""
+
+
 class Links(Protocol):
     """What is needed of `grid.wire.link.LinkPool`."""
 
@@ -217,11 +221,22 @@ class Delivery:
             return
         self._flights.placed(flight)
         try:
+            async with asyncio.timeout(SLOW_DIAL_S):
+                await self._dial(flight, decision)
+        except TimeoutError:
+            # Whoever waits in `events` must be free to hear of the attempt that races this one.
+            if flight in self._flights:
+                flight.placing = asyncio.create_task(self._dial(flight, decision))
+                self._doubt(flight)
+
+    async def _dial(self, flight: Flight, decision: Decision) -> None:
+        try:
             link = await self._links.get(decision.chosen.host, decision.chosen.port)
         except GridError as error:
             self._handle(st.LinkLost(flight.number, error))
             return
         if flight in self._flights:
+            assert flight.submission is not None
             self._submit(flight, flight.submission, link, decision)
 
     def _submit(self, flight: Flight, submission: st.SubmitTo, link: Link, decision: Decision) -> None:

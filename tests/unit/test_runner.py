@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.scripted import (
@@ -24,7 +25,7 @@ from support.scripted import (
 )
 
 from gateway.observe.story import Story
-from gateway.pipeline import farewell, watch
+from gateway.pipeline import delivery, farewell, watch
 from gateway.pipeline.alarm import Alarm
 from gateway.pipeline.context import Context, Found, all_retrieved
 from gateway.pipeline.contract import StreamControl
@@ -203,6 +204,25 @@ async def test_a_unit_that_speaks_again_ends_the_race() -> None:
     assert isinstance(links.streams[1].sent[-1], Cancel)
     assert (runner.watch.budget.spent, runner.watch.budget.refunded) == (1, 0)
     await events.aclose()
+
+
+async def test_a_unit_that_is_not_reached_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "SLOW_DIAL_S", 0.01)
+    second = [message._replace(attempt=2) for message in ANSWER]  # type: ignore[call-arg]
+
+    class Unreached(Links):
+        async def get(self, host: str, port: int) -> Any:
+            if len(placing.asked) == 1:
+                await asyncio.Event().wait()
+            return await super().get(host, port)
+
+    placing, links = Placing(), Unreached([second])
+    *_, finished = await run(planned(GENERATE), placing, links)
+    assert isinstance(finished, Finished)
+    assert sorted(placing.settled) == [
+        ("req_1/generation-1/1", "failed", 0),
+        ("req_1/generation-1/2", "done", 2),
+    ]
 
 
 async def test_a_race_that_finds_no_unit_costs_nothing() -> None:
