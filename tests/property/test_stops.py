@@ -10,7 +10,7 @@ from gateway.pipeline.stops import Released, StopFilter
 ALPHABET = "ab\n"
 """Few letters, so that stop strings begin, nearly complete and overlap all the time."""
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=8)
-PIECES = st.lists(st.tuples(st.text(ALPHABET, max_size=4), st.integers(0, 3)), max_size=30)
+PIECES = st.lists(st.tuples(st.text(ALPHABET, max_size=4), st.integers(0, 3)), max_size=12)
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, bool]:
