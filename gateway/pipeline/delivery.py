@@ -338,9 +338,12 @@ class Delivery:
         )
 
     def _begin(self, effect: st.Begin) -> None:
-        self._decision = self._flights[effect.attempt].decision
+        flight = self._flights[effect.attempt]
+        self._decision = flight.decision
         assert self._decision is not None
         self._begun = True
+        if flight.order.is_hedge:
+            self._watch.budget.refund()
         plan, accepted = self._plan, effect.accepted
         self.documents_used = accepted.documents_used
         self._events.append(

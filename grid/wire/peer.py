@@ -241,7 +241,7 @@ class Peer(asyncio.Protocol):
             self._silent = 0
         elif late_s < self._beats.busy_s / 2:
             self._silent += 1
-            if self._silent == self._beats.silent:
+            if self._silent % self._beats.silent == 0:
                 self._in_doubt()
             silent_s = self._silent * self._beat_interval_s
             if self._silent >= self._beats.silent and silent_s >= self._beats.lost_s:
@@ -252,7 +252,8 @@ class Peer(asyncio.Protocol):
         self._next_beat()
 
     def _in_doubt(self) -> None:
-        """The peer has missed `silent` beats. The listening side does nothing about it."""
+        """The peer has missed `silent` beats, or as many again: streams may have come meanwhile. The
+        listening side does nothing about it."""
 
     # --- the end ------------------------------------------------------------------------------
 

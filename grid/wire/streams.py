@@ -107,7 +107,8 @@ class LinkStream:
     def __init__(self, link: Link, number: int, max_bytes: int) -> None:
         self.id = number
         self.on_silent: Callable[[], None] | None = None
-        """Called when the peer has missed so many beats that it is in doubt; it may still speak."""
+        """Called when the peer has missed so many beats that it is in doubt, and again while that lasts; it
+        may still speak."""
         self._link = link
         self._max_bytes = max_bytes
         self._measure_at = link._decoder.decoded_bytes + max_bytes

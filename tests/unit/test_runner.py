@@ -217,8 +217,10 @@ async def test_a_unit_that_is_not_reached_is_raced(monkeypatch: pytest.MonkeyPat
             return await super().get(host, port)
 
     placing, links = Placing(), Unreached([second])
-    *_, finished = await run(planned(GENERATE), placing, links)
+    runner = Runner(placement=placing, links=links, retrieval=Searching())
+    *_, finished = [event async for events in runner.run(planned(GENERATE)) for event in events]
     assert isinstance(finished, Finished)
+    assert (runner.watch.budget.spent, runner.watch.budget.refunded) == (1, 1)
     assert sorted(placing.settled) == [
         ("req_1/generation-1/1", "failed", 0),
         ("req_1/generation-1/2", "done", 2),

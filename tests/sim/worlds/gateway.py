@@ -273,7 +273,7 @@ class Link:
             self.end.heard, self._silent = False, 0
         else:
             self._silent += 1
-            if self._silent == CELL_BEATS.silent:
+            if self._silent % CELL_BEATS.silent == 0:
                 for stream, flight in list(self.streams.values()):
                     stream.doubt(flight)
             if self._silent >= LOST_BEATS:
