@@ -72,9 +72,14 @@ def lone_unit(kv_tokens: int = 100_000, error: float = 1.0, seed: int = 1) -> Un
     return Unit(FAST_TIMES, KvMemory(kv_tokens), kv_tokens - 64, error, random.Random(seed))
 
 
-def setting(units: int = 4, regions: Sequence[str] = ("us-east-1",), context: int = 100_000) -> Setting:
+def setting(
+    units: int = 4,
+    regions: Sequence[str] = ("us-east-1",),
+    context: int = 100_000,
+    gpus: Sequence[str] = ("H100-SXM",),
+) -> Setting:
     infos = tuple(
-        UnitInfo(unit, "H100-SXM", regions[unit % len(regions)], 400_000, context, 256)
+        UnitInfo(unit, gpus[unit % len(gpus)], regions[unit % len(regions)], 400_000, context, 256)
         for unit in range(units)
     )
     return Setting(infos, TRIPS.ms, REGIONS, "us-east-1")

@@ -165,8 +165,8 @@ def test_gorgo_weighs_the_way_against_the_queue() -> None:
     assert driver.ask(prompt=900, origin="us-east-1") in {1, 3}
 
 
-def test_the_plain_learner_learns_which_unit_is_quick_and_forgets_what_it_sent() -> None:
-    driver = Driver(PlainLearner, setting(units=2))
+def test_the_plain_learner_learns_which_gpu_is_quick_and_forgets_what_it_sent() -> None:
+    driver = Driver(PlainLearner, setting(units=2, gpus=("L4", "H100-SXM")))
     request = 0
     while request < 40:
         unit = driver.ask()

@@ -50,8 +50,10 @@ class PlainLearner(Policy):
         count = len(setting.units)
         self._state: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)] * count
         """Running, prompt tokens queued (thousands), share of KV in use; of the newest report."""
-        self._ttft = [Fit() for _ in range(count)]
-        self._tpot = [Fit() for _ in range(count)]
+        kinds = {info.gpu: (Fit(), Fit()) for info in setting.units}
+        # Units of one GPU learn together: a model a unit would still be guessing when the trace is over.
+        self._ttft = [kinds[info.gpu][0] for info in setting.units]
+        self._tpot = [kinds[info.gpu][1] for info in setting.units]
         self._sent = [0] * count
         self._asked: dict[int, tuple[Floats, Floats]] = {}
         self._mean_output = 100.0
