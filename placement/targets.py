@@ -20,7 +20,7 @@ from placement.columns import Floats, Ints
 CHUNK_TOKENS = 2_048
 """Of a step that computes prompts: vLLM's default on most GPUs."""
 
-MISS_MS = 8_000.0
+MISS_MS = 5_000.0
 """What a missed target is worth: so much longer would a client rather wait once."""
 
 RAMP_FROM, RAMP_TO = 0.75, 1.15
