@@ -21,7 +21,7 @@ from grid.errors import Cancelled, GridError, InternalError, Rejected, Saturated
 from grid.words import Decision, FleetQueue, PlacementRequest, UnitState
 from placement.columns import Floats, Ints, Mask
 from placement.decide import price, region_tiers
-from placement.filters import Question, sift, standing
+from placement.filters import Question, asks, sift, standing
 from placement.fleet import View
 from placement.lines import Fit, Line, Waiting
 from placement.queue import Limits, Queue
@@ -325,12 +325,9 @@ class Dispatch:
     def _ask(self, request: PlacementRequest, model: str, regions: tuple[str, ...]) -> Hashable:
         """Return what is equal for requests that fit the same units."""
         least = self._view.remembered(("context", model), lambda: self._least_context(model))
-        return (
-            *(request.task, request.avoid_models, request.allowed_regions, request.lowest_precision),
-            *(request.min_memory_mb, request.exclude_units, regions),
-            # An answer that fits the context of every unit asks for no particular one.
-            request.max_output_tokens if request.max_output_tokens >= least else 0,
-        )
+        # An answer that fits the context of every unit asks for no particular one.
+        tokens = request.max_output_tokens if request.max_output_tokens >= least else 0
+        return asks(request._replace(model=model, max_output_tokens=tokens)), regions
 
     def _least_context(self, model: str) -> int:
         return int(self._view.columns.context_tokens[self._rows(model)].min(initial=MAX_COUNT))

@@ -53,6 +53,14 @@ def avoided_names(avoid: Iterable[str], aliases: Mapping[str, str]) -> frozenset
     return frozenset(names | by_alias)
 
 
+def asks(request: PlacementRequest) -> Hashable:
+    """Return all that rules which are not momentary may read of a request."""
+    return (
+        *(request.task, request.model, request.avoid_models, request.allowed_regions),
+        *(request.lowest_precision, request.min_memory_mb, request.max_output_tokens, request.exclude_units),
+    )
+
+
 class Question:
     """One request against the view at one moment, with what several rules need worked out once."""
 
@@ -69,12 +77,7 @@ class Question:
 
     @property
     def standing(self) -> Hashable:
-        """All that rules which are not momentary may read of a request."""
-        asked = self.request
-        return (
-            *(asked.task, asked.model, asked.avoid_models, asked.allowed_regions, asked.lowest_precision),
-            *(asked.min_memory_mb, asked.max_output_tokens, asked.exclude_units),
-        )
+        return asks(self.request)
 
 
 @dataclass(frozen=True, slots=True)
