@@ -10,7 +10,7 @@ Prompts begin with 128 tokens that all have in common and that every unit was gi
 pipeline's own, and two of three continue one of 500 conversations; the third is new.
 Both decide for like requests in alternating blocks of one run. Times are CPU time of the thread, so that
 neighbours on the machine are not counted. Then what a request costs beside its decision (reserve and settle),
-and the time to take one unit's sample, which the actor does ten times a second for each unit.
+and the time to take one unit's sample out of a node's batch of eight, which comes ten times a second.
 Last, what a gateway takes to hash a prompt of 4,000 tokens, beside one hash over the same bytes.
 """
 
@@ -55,6 +55,7 @@ CONVERSATIONS = 500
 PIPELINES = 31
 PROMPT_TOKENS, HASHED = 4_000, 500
 COMMON_BLOCKS, PIPELINE_BLOCKS = 2, 6
+UNITS_A_NODE = 8
 BLOCK = 20
 """Decisions of one side before the other takes its turn."""
 
@@ -68,7 +69,7 @@ def fleet(size: int, rng: random.Random) -> View:
         card = make_card(
             f"unit-{number}",
             incarnation="first",
-            node_id=f"node-{number // 8}",
+            node_id=f"node-{number // UNITS_A_NODE}",
             region=REGIONS[number % len(REGIONS)],
             model=MODELS[0] if number % 5 else MODELS[1],
             precision=int(Precision.BF16),
@@ -79,8 +80,9 @@ def fleet(size: int, rng: random.Random) -> View:
             prefill_tokens_per_s=60_000 / step_ms,
             decode_ms_per_token=step_ms,
         )
-        view.join(card, number)
-        view.report([sample(card, rng)], number, 0.0)
+        link = number // UNITS_A_NODE
+        view.join(card, link)
+        view.report([sample(card, rng)], link, 0.0)
         given = make_request(f"given_{number}", prompt_tokens=600, prefix=opening(number))
         view.reserve(given, card.unit_id, 1, 0.0)
         view.settle(given.reservation_id, "done", 0.0, Spent(600, 1, 0.0, 0.0))
@@ -199,13 +201,15 @@ def measure(size: int, seconds: float) -> dict[str, Any]:
 
 
 def sample_us(view: View, rng: random.Random) -> float:
-    batch = [(sample(unit.card, rng), unit.link) for unit in view.units]
-    rounds = max(1, 2_000 // len(batch))
+    batches: dict[int, list[UnitLoad]] = {}
+    for unit in view.units:
+        batches.setdefault(unit.link, []).append(sample(unit.card, rng))
+    rounds = max(1, 2_000 // len(view.units))
     began_ns = time.thread_time_ns()
     for _ in range(rounds):
-        for load, link in batch:
-            view.report((load,), link, 0.0)
-    return round((time.thread_time_ns() - began_ns) / 1e3 / rounds / len(batch), 2)
+        for link, batch in batches.items():
+            view.report(batch, link, 0.0)
+    return round((time.thread_time_ns() - began_ns) / 1e3 / rounds / len(view.units), 2)
 
 
 def hashing_us() -> dict[str, float]:
