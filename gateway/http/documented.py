@@ -17,9 +17,9 @@ STATUSES = {
     409: "the state of a resource forbids it",
     413: "the body is larger than the cell takes",
     422: "the idempotency key was used with another body",
-    429: "queues are full; `retry-after` says when to come back",
+    429: "the caller's own requests fill its share of the cell; `retry-after` says when to come back",
     500: "the cell failed on this request; its log names the cause under the request id",
-    503: "no eligible unit now; the message says what would have to change",
+    503: "no eligible unit now, or all are full; the message says what would have to change",
     504: "the deadline passed",
     529: "the cell can't take the work now; `retry-after`, where it is there, says when to come back",
 }

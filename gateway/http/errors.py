@@ -133,7 +133,7 @@ OVERLOADED = 529
 def anthropic_status(error: GridError) -> int:
     """Return the status that Anthropic's clients know: a cell that can't take the work now is overloaded."""
     status, _ = status_of(error)
-    return OVERLOADED if status == 503 or isinstance(error, Rejected) else status
+    return OVERLOADED if status == 503 else status
 
 
 def anthropic_envelope(error: GridError, request_id: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from grid.errors import (
     GridError,
     InternalError,
     NoEligibleUnit,
+    Overloaded,
     Saturated,
     TooLarge,
     UnitLost,
@@ -105,7 +106,8 @@ async def test_a_failure_in_mid_message_is_that_apis_error_event() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
-        (Saturated("full", retry_after_s=2), 529, "overloaded_error"),
+        (Saturated("yours", retry_after_s=2), 429, "rate_limit_error"),
+        (Overloaded("full", retry_after_s=2), 529, "overloaded_error"),
         (NoEligibleUnit("none"), 529, "overloaded_error"),
         (UnitLost("gone"), 529, "overloaded_error"),
         (DeadlineExceeded("late"), 504, "timeout_error"),
