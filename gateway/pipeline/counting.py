@@ -70,14 +70,18 @@ class Counter:
         raise AssertionError("the last attempt returns or raises")
 
 
+COUNTING = (UnitState.READY, UnitState.DRAINING, UnitState.STANDBY, UnitState.ASLEEP)
+"""States in which a unit has its tokenizer: a count is no work, and takes nobody in."""
+
+
 def counting_units(fleet: Fleet, model: str, allowed_regions: tuple[str, ...]) -> list[FleetUnit]:
-    """Return who may be asked, the least busy first. One that drains still counts."""
+    """Return who may be asked, the least busy first. One that drains or is on standby counts, too."""
     able = [
         unit
         for unit in fleet.units
         if unit.card.task == Task.GENERATE
         and unit.card.model == model
-        and unit.load.state in (UnitState.READY, UnitState.DRAINING)
+        and unit.load.state in COUNTING
         and (not allowed_regions or unit.card.region in allowed_regions)
     ]
     return sorted(able, key=lambda unit: (unit.load.running + unit.load.waiting, unit.card.unit_id))

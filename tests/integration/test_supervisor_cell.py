@@ -12,6 +12,8 @@ from support.fake_nvml import GIB, H100, H100_TOO, L4, UUIDS, FakeGpus
 
 from gateway import launch
 from grid.config import Cell, Config, Model, Simulated
+from grid.model import Standby
+from grid.words import UnitState
 
 SUPPORT = Path(__file__).parent.parent / "support"
 
@@ -32,6 +34,15 @@ def test_units_are_started_replaced_adopted_and_stopped(
                 precision="fp16",
                 min_units=2,
                 max_units=2,
+                simulated=Simulated(full_speed=True),
+            ),
+            Model(
+                name="spare",
+                engine="simulated",
+                precision="fp16",
+                min_units=0,
+                max_units=1,
+                standby=Standby(warm=1),
                 simulated=Simulated(full_speed=True),
             ),
             Model(name="impossible", engine="vllm", source="package:none", gpus=8, cpus=1),
@@ -66,6 +77,10 @@ def test_units_are_started_replaced_adopted_and_stopped(
     assert seen["after_kill"]["unit-sim-1"] == seen["first"]["unit-sim-1"]
     assert seen["failures"][0].startswith("unit-sim-0: ")
     assert seen["after_restart"] == seen["after_kill"], "a new supervisor takes over what runs"
+    assert sorted(seen["after_condemnation"]) == ["unit-sim-1", "unit-sim-2"]
+    assert seen["after_condemnation"]["unit-sim-1"] == seen["first"]["unit-sim-1"]
+    assert seen["why"] == "unit-sim-0: failed 2 of its newest 20 requests"
+    assert seen["spare"] == [UnitState.STANDBY, 1], "it waits until placement tells of demand"
     assert seen["impossible"]["waiting_for"].startswith(
         "it needs 1 CPU cores and 8 GPUs; no node has that free"
     )

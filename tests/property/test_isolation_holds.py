@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.fleet import make_card, make_load, make_request, make_view
@@ -114,7 +115,7 @@ class Cell(RuleBasedStateMachine):
         assert not any(self.view.isolated(unit_id) for unit_id in there)
 
 
-TestCell = Cell.TestCase
+TestCell = pytest.mark.slow(Cell.TestCase)
 TestCell.settings = settings(
     max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

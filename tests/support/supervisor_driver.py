@@ -19,8 +19,9 @@ import ray
 from ray.util import list_named_actors
 
 from grid.config import Config
-from grid.units.ray_unit import NAMESPACE, PROBE_PREFIX
+from grid.units.ray_unit import NAMESPACE, PLACEMENT, PROBE_PREFIX
 from grid.units.supervisor import SupervisorActor
+from grid.words import Condemned, Demand, Outlook, UnitState
 
 LIMIT_S = 60.0
 
@@ -32,6 +33,22 @@ def until(what: str, holds: Callable[[], Any]) -> Any:
             raise TimeoutError(f"{what}: not within {LIMIT_S} s")
         time.sleep(0.05)
     return found
+
+
+class ToldPlacement:
+    """Stands for the placement actor: the supervisor is told what a test wants it to see."""
+
+    def __init__(self) -> None:
+        self._outlook = Outlook()
+
+    async def address(self) -> tuple[str, int]:
+        raise ValueError("no unit can register here")
+
+    async def outlook(self) -> Outlook:
+        return self._outlook
+
+    async def tell(self, outlook: Outlook) -> None:
+        self._outlook = outlook
 
 
 def main() -> None:
@@ -80,13 +97,33 @@ def main() -> None:
     until("two units adopted", lambda: rows()["sim"]["ready"] == 2)
     seen["after_restart"] = pids()
 
+    def told(unit_id: str) -> dict[str, Any]:
+        described: dict[str, Any] = ray.get(ray.get_actor(unit_id).describe.remote(), timeout=LIMIT_S)
+        return described
+
+    placement = ray.remote(ToldPlacement).options(name=PLACEMENT, **options).remote()
+    incarnation = told(victim)["card"]["incarnation"]
+    condemned = Condemned(victim, incarnation, "failed 2 of its newest 20 requests", is_isolated=True)
+    ray.get(placement.tell.remote(Outlook((condemned,))), timeout=LIMIT_S)
+    until("another unit in its place", lambda: victim not in rows()["sim"]["units"] and pids())
+    seen["after_condemnation"] = pids()
+    seen["why"] = rows()["sim"]["failures"][-1]
+
+    [spare] = until("a unit on standby", lambda: rows()["spare"]["units"])
+    seen["spare"] = [told(spare)["load"]["state"]]
+    ray.get(placement.tell.remote(Outlook(demand=(Demand("spare", 1, 0),))), timeout=LIMIT_S)
+    until("it serves", lambda: told(spare)["load"]["state"] == UnitState.READY)
+    seen["spare"].append(rows()["spare"]["serving"])
+
     pair = until("a unit on two GPUs", lambda: rows()["pair"]["units"] or rows()["pair"]["failures"])
     described = ray.get(ray.get_actor(pair[0]).describe.remote(), timeout=LIMIT_S)
     seen["gpu_uuids"] = described["card"]["gpu_uuids"]
     [node] = ray.nodes()
     _, samples = ray.get(ray.get_actor(f"{PROBE_PREFIX}{node['NodeID']}").hardware.remote(), timeout=LIMIT_S)
     seen["foreign_mb"] = [sample.memory_foreign_mb for sample in samples]
-    seen["parents"] = sorted({psutil.Process(pid).parent().name() for pid in seen["after_restart"].values()})
+    seen["parents"] = sorted(
+        {psutil.Process(pid).parent().name() for pid in seen["after_condemnation"].values()}
+    )
 
     seen["impossible"] = rows()["impossible"]
     ray.get(supervisor.stop_all.remote(), timeout=LIMIT_S)

@@ -61,6 +61,7 @@ def test_only_units_that_run_the_model_where_it_may_go() -> None:
             unit("busy", running=3),
             unit("idle"),
             unit("drains", state=UnitState.DRAINING, running=1),
+            unit("spare", state=UnitState.ASLEEP, running=2),
             unit("starts", state=UnitState.STARTING),
             unit("dead", state=UnitState.FAILED),
             unit("other", model="x"),
@@ -68,7 +69,9 @@ def test_only_units_that_run_the_model_where_it_may_go() -> None:
             unit("abroad", region="us"),
         ),
     )
-    assert [each.card.unit_id for each in counting_units(fleet, "m", ("eu",))] == ["idle", "drains", "busy"]
+    assert [each.card.unit_id for each in counting_units(fleet, "m", ("eu",))] == [
+        *("idle", "drains", "spare", "busy")
+    ]
     assert "abroad" in [each.card.unit_id for each in counting_units(fleet, "m", ())]
 
 
