@@ -45,6 +45,9 @@ PLACEMENT_FIGURES = {
     "zerogrid_placement_units": "Units in the view.",
     "zerogrid_placement_reservations": "Reservations that are held.",
     "zerogrid_placement_waiting": "Requests that wait in placement's queue for a free slot.",
+    "zerogrid_placement_isolated": "Units that get no work because they fail.",
+    "zerogrid_placement_canaries": "Canaries that were sent to units that failed.",
+    "zerogrid_placement_canaries_failed": "Those of them that failed.",
     "zerogrid_placement_decide_us_p50": "Median computing time of the newest decisions, in microseconds.",
     "zerogrid_placement_decide_us_p99": "99th percentile of the same.",
 }

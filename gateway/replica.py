@@ -23,6 +23,7 @@ NAMESPACE = "zerogrid"
 DEPLOYMENT = "gateway"
 DRAIN_MARGIN_S = 5.0
 """Between the end of the drain and Serve's kill."""
+DECIDED_ALONE = "zerogrid_gateway_decided_alone"
 SPARE_REQUESTS = 256
 """Above the cap of streams: cold routes, and refusals that must be ours and not Serve's queue."""
 ON_HEAD = {"node:__internal_head__": 0.001}
@@ -63,7 +64,10 @@ async def build_replica_services(config: Config) -> Services:
         resolve_placement=partial(address_of, "placement"),
         resolve_vectors=partial(address_of, "vectors"),
     )
-    figures = RayFigures(REPLICA_FIGURES, {}, services.recorder.figures)
+    texts = REPLICA_FIGURES | {DECIDED_ALONE: "Steps that this replica placed while placement was away."}
+    figures = RayFigures(
+        texts, {}, lambda: services.recorder.figures() | {DECIDED_ALONE: services.placement.decided_alone}
+    )
     figures.start()
     heap.freeze()
     return replace(services, ray_figures=figures)

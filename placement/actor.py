@@ -197,7 +197,7 @@ class PlacementActor:
             "dropped": dict(self._view.dropped + self._view.gpus.dropped),
             "last_flaw": self._view.last_flaw or self._view.gpus.last_flaw,
             "gpu_faults": self._view.gpus.faults(),
-            "isolated": dict(self._view.isolated_units()),
+            "isolated_units": dict(self._view.isolated_units()),
         }
 
     async def outlook(self) -> Outlook:
@@ -221,6 +221,9 @@ class PlacementActor:
             "units": len(self._view.units),
             "reservations": self._view.reservations,
             "waiting": len(self._dispatch.queue),
+            "isolated": len(self._view.isolated_units()),
+            "canaries": self._counts["canaries"],
+            "canaries_failed": self._counts["canaries_failed"],
             "decide_us_p50": spent[len(spent) // 2] if spent else 0.0,
             "decide_us_p99": spent[len(spent) * 99 // 100] if spent else 0.0,
         }

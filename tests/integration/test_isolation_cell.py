@@ -44,7 +44,7 @@ async def test_it_is_isolated_within_twenty_of_its_requests_and_condemned_by_can
             answer = await client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200
             assert answer.json()["usage"]["completion_tokens"] == 6
-            if (await cell.placement.stats())["isolated"]:
+            if (await cell.placement.stats())["isolated_units"]:
                 break
     counters = (await bad.describe())["counters"]
     assert counters["done"] + counters["failed"] <= 20

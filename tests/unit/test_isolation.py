@@ -68,9 +68,9 @@ def test_by_chance_the_median_is_below_twenty_and_nine_in_ten_below_fifty() -> N
 
 
 def test_a_sound_unit_stays_for_thousands_of_requests() -> None:
-    found = sorted(requests_until_isolated(random.Random(seed), 0.001, 20_000) for seed in range(20))
-    assert found[3] > 1_000
-    assert found[10] == 20_000
+    found = sorted(requests_until_isolated(random.Random(seed), 0.001, 10_000) for seed in range(8))
+    assert found[1] > 1_000
+    assert found[4] == 10_000
 
 
 def test_one_failure_is_no_proof_and_two_in_a_row_are() -> None:
