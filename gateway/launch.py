@@ -107,7 +107,8 @@ def cell_paths(config: Config) -> Paths:
 
 
 def up(config: Config, *, wait: bool = True, progress: Progress = lambda _line: None) -> CellInfo:
-    """Start the cell and return when it is ready to serve; without `wait`, when its gateway is.
+    """Start the cell and return when it is ready to serve; without `wait`, when its gateway is. Of a cell
+    that runs, start its embedded Redis if that has died.
 
     Raises Conflict when another command works on the same cell, InvalidRequest for a taken port,
     InternalError with the end of the log when a part does not start. Whatever was started by a
@@ -118,6 +119,9 @@ def up(config: Config, *, wait: bool = True, progress: Progress = lambda _line: 
     with _exclusive(paths):
         record = _read_record(paths)
         if record is not None and is_alive(record.get("ray")):
+            if not config.redis.url:
+                # Nothing else brings it back, should it have died.
+                EmbeddedRedis(paths.root).start(_environment(config, paths))
             return CellInfo(
                 **{**record["info"], "already_running": True, "operator_key": None, "tenant_key": None}
             )

@@ -28,6 +28,7 @@ from support.certificates import self_signed
 from support.ports import free_port
 
 from gateway import launch
+from gateway.redis_server import EmbeddedRedis
 from grid import Grid
 from grid.config import Cell, Config, Gateway, Model, Simulated, Tls
 from grid.errors import InvalidRequest, NoEligibleUnit
@@ -192,6 +193,18 @@ def test_a_second_start_finds_the_cell_running(cell: launch.CellInfo, config: Co
     assert again.already_running
     assert again.base_url == cell.base_url
     assert again.tenant_key is None
+
+
+def test_a_second_start_brings_back_a_redis_that_died(
+    config: Config, cell: launch.CellInfo, grid: Grid
+) -> None:
+    redis = EmbeddedRedis(config.cell.state_dir)
+    died = redis.pid
+    assert died is not None
+    psutil.Process(died).kill()
+    launch.up(config)
+    assert redis.pid not in (None, died)
+    assert grid.apply_pipeline(CONTRACT)["status"] == "active", "what was stored is there"
 
 
 def test_a_taken_port_is_named(config: Config, tmp_path: Path) -> None:
