@@ -201,7 +201,9 @@ def test_a_second_start_brings_back_a_redis_that_died(
     redis = EmbeddedRedis(config.cell.state_dir)
     died = redis.pid
     assert died is not None
-    psutil.Process(died).kill()
+    process = psutil.Process(died)
+    process.kill()
+    process.wait(5)
     launch.up(config)
     assert redis.pid not in (None, died)
     assert grid.apply_pipeline(CONTRACT)["status"] == "active", "what was stored is there"

@@ -105,8 +105,7 @@ def main() -> None:
     incarnation = told(victim)["card"]["incarnation"]
     condemned = Condemned(victim, incarnation, "failed 2 of its newest 20 requests", is_isolated=True)
     ray.get(placement.tell.remote(Outlook((condemned,))), timeout=LIMIT_S)
-    until("another unit in its place", lambda: victim not in rows()["sim"]["units"] and pids())
-    seen["after_condemnation"] = pids()
+    seen["after_condemnation"] = until("another unit in its place", lambda: pids(seen["after_restart"]))
     seen["why"] = rows()["sim"]["failures"][-1]
 
     [spare] = until("a unit on standby", lambda: rows()["spare"]["units"])
