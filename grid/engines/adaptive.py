@@ -79,7 +79,9 @@ class Adaptive:
         return self.limits
 
     def _lower(self, sample: Sample, evicted: bool) -> Limits:
-        chunk = min(self.limits.chunk_tokens // 2, bearable_chunk(sample))
+        chunk, bearable = self.limits.chunk_tokens, bearable_chunk(sample)
+        # What nobody feels need not be less, or prompts would take long for nothing.
+        chunk = chunk // 2 if evicted or bearable == UNLIMITED else min(chunk, bearable)
         # What was evicted wants its place back at once: one fewer, or the two would evict each other in turn.
         admits = sample.running - 1 if evicted else sample.running
         return Limits(

@@ -43,8 +43,10 @@ def test_pressure_bounds_a_prompts_piece_by_the_streams_own_step_and_stops_growt
     adaptive = Adaptive(FULL)
     # 10 ms at 20,000 tokens a second: 200 tokens, in whole blocks.
     assert adaptive.handle(PRESSED, 0.0) == Limits(192, 10)
-    assert adaptive.handle(PRESSED, LOWER_GAP_S / 2) == Limits(192, 10), "what was done shows first"
-    assert adaptive.handle(PRESSED, LOWER_GAP_S) == Limits(96, 10)
+    slower = PRESSED._replace(prefill_tokens_per_s=10_000.0, running=9)
+    assert adaptive.handle(slower, LOWER_GAP_S / 2) == Limits(192, 10), "what was done shows first"
+    assert adaptive.handle(slower, LOWER_GAP_S) == Limits(96, 9)
+    assert adaptive.handle(slower, 2 * LOWER_GAP_S) == Limits(96, 9), "what nobody feels need not be less"
 
 
 def test_where_no_speed_is_known_a_piece_is_halved() -> None:
@@ -61,7 +63,7 @@ def test_an_eviction_leaves_room_for_one_fewer() -> None:
 def test_limits_come_back_to_full_and_no_faster_than_a_step_a_second() -> None:
     adaptive, steps, now_s = Adaptive(FULL), 0, 0.0
     for _ in range(20):
-        adaptive.handle(PRESSED._replace(running=1), now_s)
+        adaptive.handle(PRESSED._replace(running=1, decode_ms=UNKNOWN), now_s)
         now_s += LOWER_GAP_S
     assert adaptive.limits == Limits(MIN_CHUNK_TOKENS, 1)
     calm_s = now_s
