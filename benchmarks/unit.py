@@ -29,7 +29,6 @@ from typing import Any
 
 import psutil
 
-from gateway.processes import pss_bytes
 from grid.config import Cell, Config, Model
 from grid.engines.base import Generation, steps_of
 from grid.engines.environment import engine_environment
@@ -158,7 +157,8 @@ async def measure(rounds: int) -> dict[str, Any]:
 def idle_mb() -> int:
     """Return the proportional set size of this process and its engine's."""
     unit = psutil.Process()
-    return sum(pss_bytes(process) for process in (unit, *unit.children(recursive=True))) >> 20
+    both = (unit, *unit.children(recursive=True))
+    return sum(int(process.memory_full_info().pss) for process in both) >> 20
 
 
 async def compare(bench: Bench, rounds: int) -> dict[str, Any]:
