@@ -104,6 +104,25 @@ def test_the_command_compares_policies(tmp_path: Path) -> None:
     assert told["rows"][0]["offered_rps"] == pytest.approx(0.5 * told["load_1_rps"], rel=0.01)
 
 
+@pytest.mark.slow
+def test_the_command_plans_the_cheapest_fleet(tmp_path: Path) -> None:
+    data = data_file("profiles/gemm_ms.csv").parents[1]
+    out, trace = tmp_path / "out.json", tmp_path / "t.jsonl"
+    trace.write_text(
+        "".join(
+            json.dumps({"timestamp": 450 * at, "input_length": 900 + at, "output_length": 20}) + "\n"
+            for at in range(200)
+        )
+    )
+    asked = ["plan", str(trace), "--data", str(data), "--rps", "2", "--gpus", "h100,l40s", "--json", str(out)]
+    result = CliRunner().invoke(app, [*asked, "--regions", "us-east-1,eu-central-1"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(out.read_text())
+    # One of either is enough, and the L40S costs less; where clients are nearer it stands.
+    assert told["best"]["units"] == [{"gpu": "L40S", "region": "eu-central-1", "count": 1}]
+    assert all(each["usd_per_hour"] >= told["best"]["usd_per_hour"] for each in told["tried"] if each["kept"])
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -123,3 +142,21 @@ def test_a_wrong_option_is_named(tmp_path: Path, extra: list[str], said: str) ->
     result = CliRunner().invoke(app, [*asked, *extra])
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--slo", "speed=3"], "--slo 'speed=3' should be as in"),
+        (["--slo", "attainment=1"], "it should be below 1"),
+        (["--gpus", "abacus"], "'abacus' is no GPU with a price"),
+        (["--regions", "mars-1"], "'mars-1' is not in the round-trip matrix"),
+    ],
+)
+def test_a_wrong_option_of_a_plan_is_named(tmp_path: Path, extra: list[str], said: str) -> None:
+    data = data_file("profiles/gemm_ms.csv").parents[1]
+    result = CliRunner().invoke(
+        app, ["plan", str(tmp_path / "t.csv"), "--data", str(data), "--rps", "1", *extra]
+    )
+    assert result.exit_code == 2
+    assert said in result.output.replace("\n", " ")
