@@ -6,7 +6,7 @@ of prompt. Both are priced in milliseconds, like everything else:
 
     others = HARM x delay that our prompt means for those on the unit
            + MISS_MS x how likely we miss a target, or make others miss theirs
-           + what waiting for the first token weighs beyond its length, TTFT^2 / TAIL_MS
+           + what waiting for the first token weighs beyond its length, TAIL x TTFT^2 / target
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ HARM = 0.25
 """Worth of a millisecond of somebody else's against one of ours: most of them read slower than tokens
 come."""
 
-TAIL_MS = 1_000.0
-"""A first token that takes so long counts twice: the longer one has waited, the worse is a moment more."""
+TAIL = 8.0
+"""A first token at an eighth of its target counts twice: the longer one has waited, measured by what one
+asked for, the worse is a moment more."""
 
 
 class Targets(NamedTuple):
@@ -76,7 +77,7 @@ def others_ms(
     ours = _chance(ttft_ms / limit_ms) + _chance(np.maximum(step_ms, FELT * felt_ms) / targets.tpot_ms)
     gap_ms = _gap_ms(output_tokens, step_ms, backlog_ms, prefill_ms_per_token)
     theirs = np.minimum(load, 1) * _chance(gap_ms / targets.tpot_ms)
-    tail_ms = ttft_ms * ttft_ms / TAIL_MS
+    tail_ms = ttft_ms * ttft_ms * (TAIL / limit_ms)
     return HARM * work_ms * load + MISS_MS * (ours + OTHERS * theirs) + tail_ms
 
 

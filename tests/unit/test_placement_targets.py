@@ -12,7 +12,7 @@ from grid.words import PlacementRequest
 from placement.decide import decide
 from placement.fleet import View
 from placement.reports import Spent
-from placement.targets import HARM, MISS_MS, TAIL_MS, Targets, others_ms
+from placement.targets import HARM, MISS_MS, TAIL, Targets, others_ms
 
 
 def chosen(view: View, request: PlacementRequest) -> str:
@@ -49,7 +49,7 @@ def test_a_first_token_that_is_late_for_sure_costs_a_miss() -> None:
 
 def test_a_long_wait_weighs_more_than_two_of_half_its_length() -> None:
     assert priced(load=0, ttft_ms=1000.0) == pytest.approx(4 * priced(load=0, ttft_ms=500.0))
-    assert priced(load=0, ttft_ms=1000.0) == pytest.approx(1000.0**2 / TAIL_MS)
+    assert priced(load=0, ttft_ms=1000.0) == pytest.approx(TAIL * 1000.0**2 / 2250.0)
 
 
 def test_gaps_that_are_too_long_cost_a_miss_with_or_without_others() -> None:
