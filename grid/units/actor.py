@@ -24,7 +24,7 @@ from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.units import events as ev
 from grid.units import machine
 from grid.units.gathering import Numbering
-from grid.units.planner import RESTART_REASON
+from grid.units.planner_events import RESTART_REASON
 from grid.units.scaling import Role
 from grid.units.server import UnitServer
 from grid.units.unit import Unit

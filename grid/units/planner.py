@@ -11,12 +11,7 @@ tells of its GPUs, the planner gives each unit its own (`gpu_room`), and ends un
 from __future__ import annotations
 
 import hashlib
-import math
-import re
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 from grid.config import Config, Model
@@ -24,21 +19,26 @@ from grid.engines.variants import NoVariant
 from grid.errors import InvalidRequest
 from grid.units.gpu_room import Gpu, NoRoom
 from grid.units.nodes import REGION_LABEL, Node, Owner, demands, gpus_for, on_node
+from grid.units.planner_events import (
+    RESTART_REASON,
+    Adopted,
+    Effect,
+    Ended,
+    Event,
+    NodesSeen,
+    Placed,
+    Ready,
+    Scale,
+    Seen,
+    SetRole,
+    StartUnit,
+    StopAll,
+    StopUnit,
+    Tick,
+)
+from grid.units.pools import STARTS_AT_ONCE, PlannedUnit, Stage, Wish, needs, start_kind, unit_prefix
 from grid.units.scaling import ROLES, Role, Wanted
 from grid.words import Condemned, Outlook, UnitState
-
-FIRST_BACKOFF_S = 0.5
-LAST_BACKOFF_S = 60.0
-"""A broken model costs one start a minute, and is back a minute after it was mended."""
-
-STABLE_S = 10.0
-"""A unit that served this long was no failed start: the next one starts at once."""
-
-GAVE_UP_AFTER = 3
-"""Failed starts in a row after which whoever waits for the model may stop waiting. Tries go on."""
-
-UNSATISFIED_AFTER_S = 30.0
-"""Nodes of a cluster that is starting join within this; later, the lack of one is a failure."""
 
 PLACE_LIMIT_S = 60.0
 """From asking Ray until the process answers. A process takes one to a few seconds; the rest is queueing."""
@@ -46,164 +46,11 @@ PLACE_LIMIT_S = 60.0
 START_LIMIT_S = 900.0
 """A large model on a cold disk takes minutes."""
 
-FAILURES_KEPT = 8
-
 ROLE_SETTLES_S = 3.0
 """A unit that was given another role has told placement by then."""
 
 REPLACE_GRACE_S = 10.0
 """Of a unit that fails often, most streams still end well; what takes longer goes on elsewhere."""
-
-UNIT_PREFIX = "unit-"
-"""Of every unit's id; no other actor of the cell has it."""
-
-RESTART_REASON = "restarted by an operator"
-"""Why a unit ends that was asked to: no failure, so the next one starts at once."""
-
-NO_NODE = "no node for it: "
-
-STARTS_AT_ONCE = {"light": 4, "gpu": 4, "gpu share": 1, "cpu": 1}
-"""On one node. Light engines load in a second; whole GPUs are not shared, but the disk and RAM that weights
-come through are; engines on shares of one GPU would each measure the memory that the other is taking; an
-engine on CPU cores takes them all while it loads."""
-
-
-class Stage(StrEnum):
-    PLACING = "placing"
-    """Ray has been asked; the process has not answered yet."""
-    LOADING = "loading"
-    READY = "ready"
-    STOPPING = "stopping"
-
-
-# --- events ---------------------------------------------------------------------------------
-
-
-class NodesSeen(NamedTuple):
-    nodes: tuple[Node, ...]
-
-
-class Adopted(NamedTuple):
-    """A ready unit that an earlier supervisor started."""
-
-    unit_id: str
-    model: str
-    node_id: str
-    gpu_uuids: tuple[str, ...] = ()
-    incarnation: str = ""
-    role: Role = Role.SERVING
-
-
-class Placed(NamedTuple):
-    unit_id: str
-
-
-class Ready(NamedTuple):
-    unit_id: str
-    gpu_uuids: tuple[str, ...] = ()
-    """As the unit itself found them."""
-    incarnation: str = ""
-
-
-class Ended(NamedTuple):
-    """The unit's process is gone, its name is free."""
-
-    unit_id: str
-    reason: str
-
-
-class Scale(NamedTuple):
-    """Another number of units of a model's pool, within its min and max."""
-
-    model: str
-    units: int
-    pool: str = ""
-    """Its label; "" for a model without pools. Raises InvalidRequest for one that there isn't."""
-
-
-class Seen(NamedTuple):
-    """What placement sees of the cell now."""
-
-    outlook: Outlook
-
-
-class StopAll(NamedTuple):
-    pass
-
-
-class Tick(NamedTuple):
-    pass
-
-
-Event = NodesSeen | Adopted | Placed | Ready | Ended | Scale | Seen | StopAll | Tick
-
-
-# --- effects --------------------------------------------------------------------------------
-
-
-class StartUnit(NamedTuple):
-    unit_id: str
-    model: Model
-    """As its pool says, with one checkpoint."""
-    node_id: str
-    region: str
-    region_label: str
-    """The label that the node must carry; "" where the cluster's nodes carry none."""
-    gpus: tuple[int, ...] = ()
-    """NVML's numbers of the GPUs that it gets; empty where that is left to Ray."""
-    role: Role = Role.SERVING
-
-
-class StopUnit(NamedTuple):
-    unit_id: str
-    reason: str
-    grace_s: float = 0.0
-    """How long what runs on it may go on; nothing new comes meanwhile."""
-
-
-class SetRole(NamedTuple):
-    """Of a ready unit."""
-
-    unit_id: str
-    role: Role
-
-
-Effect = StartUnit | StopUnit | SetRole
-
-
-# --- state ----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Unit:
-    unit_id: str
-    pool: str
-    """Its `_Wish.prefix`."""
-    node_id: str
-    stage: Stage
-    since_s: float
-    gpu_uuids: tuple[str, ...] = ()
-    incarnation: str = ""
-    """Known once it is ready."""
-    role: Role = Role.SERVING
-    role_since_s: float = -math.inf
-    """What placement says of it may be older."""
-
-
-@dataclass(slots=True)
-class _Wish:
-    """A pool, how many units of it are wanted, and how its starts have gone."""
-
-    model: Model
-    label: str
-    prefix: str
-    """Of the ids of its units; no other pool's."""
-    wanted: Wanted
-    failed_in_a_row: int = 0
-    not_before_s: float = 0.0
-    lacking: str = ""
-    lacking_since_s: float = 0.0
-    failures: deque[str] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
 
 
 class _Place(NamedTuple):
@@ -216,14 +63,14 @@ class _Place(NamedTuple):
 class Planner:
     def __init__(self, config: Config) -> None:
         self._region = config.cell.region
-        self._wishes: dict[str, _Wish] = {}
+        self._wishes: dict[str, Wish] = {}
         """By prefix."""
         for label, model in (pool for configured in config.models for pool in configured.split()):
             prefix = unit_prefix(model.name, label)
             if prefix in self._wishes:  # two names that differ only in what an id can't hold
                 prefix += hashlib.sha256(model.name.encode()).hexdigest()[:6] + "-"
-            self._wishes[prefix] = _Wish(model, label, prefix, Wanted(model, model.min_units))
-        self._units: dict[str, _Unit] = {}
+            self._wishes[prefix] = Wish(model, label, prefix, Wanted(model, model.min_units))
+        self._units: dict[str, PlannedUnit] = {}
         self._nodes: tuple[Node, ...] = ()
         self._is_stopping = False
 
@@ -235,7 +82,7 @@ class Planner:
                 self._nodes = nodes
             case Adopted(unit_id, model, node_id, gpu_uuids, incarnation, role):
                 pool = self._pool_of(unit_id, model)
-                self._units[unit_id] = _Unit(
+                self._units[unit_id] = PlannedUnit(
                     unit_id, pool, node_id, Stage.READY, now_s, gpu_uuids, incarnation, role
                 )
             case Placed(unit_id):
@@ -282,15 +129,7 @@ class Planner:
         if unit is None or asked or unit.stage is Stage.STOPPING or unit.pool not in self._wishes:
             return
         served_s = now_s - unit.since_s if unit.stage is Stage.READY else 0.0
-        self._failed(self._wishes[unit.pool], f"{unit_id}: {reason}", served_s, now_s)
-
-    def _failed(self, wish: _Wish, failure: str, served_s: float, now_s: float) -> None:
-        wish.failures.append(failure)
-        wish.failed_in_a_row = 0 if served_s >= STABLE_S else wish.failed_in_a_row + 1
-        if wish.failed_in_a_row:
-            wish.not_before_s = now_s + min(
-                FIRST_BACKOFF_S * 2.0 ** (wish.failed_in_a_row - 1), LAST_BACKOFF_S
-            )
+        self._wishes[unit.pool].failed(f"{unit_id}: {reason}", served_s, now_s)
 
     def _follow(self, outlook: Outlook, now_s: float) -> None:
         """Want as many units as the demand needs, and note which ones placement has taken in."""
@@ -313,12 +152,12 @@ class Planner:
             wish = self._wishes.get(unit.pool)
             waited_s = now_s - unit.since_s
             if unit.stage is Stage.PLACING and waited_s > PLACE_LIMIT_S and wish is not None:
-                reason = f"Ray found no room for it within {PLACE_LIMIT_S:.0f} s ({_needs(wish.model)})"
+                reason = f"Ray found no room for it within {PLACE_LIMIT_S:.0f} s ({needs(wish.model)})"
             elif unit.stage is Stage.LOADING and waited_s > START_LIMIT_S and wish is not None:
                 reason = f"not ready within {START_LIMIT_S:.0f} s"
             else:
                 continue
-            self._failed(wish, f"{unit.unit_id}: {reason}", 0.0, now_s)
+            wish.failed(f"{unit.unit_id}: {reason}", 0.0, now_s)
             effects.append(self._stop(unit, reason, now_s))
         return effects
 
@@ -348,7 +187,7 @@ class Planner:
             effects += self._assign(wish, now_s)
         return effects
 
-    def _assign(self, wish: _Wish, now_s: float) -> list[Effect]:
+    def _assign(self, wish: Wish, now_s: float) -> list[Effect]:
         """Take in, or put on standby, as many ready units as the pool needs."""
         if not wish.model.standby.units or self._is_stopping:
             return []
@@ -384,19 +223,19 @@ class Planner:
         wish = self._wishes[unit.pool]
         if not condemned.is_isolated and any(u.stage is not Stage.READY for u in self._of(wish)):
             return []  # it still serves, and others of its pool don't yet
-        self._failed(wish, f"{unit.unit_id}: {condemned.reason}", now_s - unit.since_s, now_s)
+        wish.failed(f"{unit.unit_id}: {condemned.reason}", now_s - unit.since_s, now_s)
         return [self._stop(unit, condemned.reason, now_s, REPLACE_GRACE_S)]
 
-    def _stop(self, unit: _Unit, reason: str, now_s: float, grace_s: float = 0.0) -> Effect:
+    def _stop(self, unit: PlannedUnit, reason: str, now_s: float, grace_s: float = 0.0) -> Effect:
         unit.stage, unit.since_s = Stage.STOPPING, now_s
         return StopUnit(unit.unit_id, reason, grace_s)
 
-    def _start(self, wish: _Wish, now_s: float) -> Effect | None:
+    def _start(self, wish: Wish, now_s: float) -> Effect | None:
         model = wish.model
         region = model.region or self._region
         label = region if any(REGION_LABEL in node.labels for node in self._nodes) else ""
         places, lacking = self._fitting(model, label)
-        self._note_lack(wish, lacking, now_s)
+        wish.lack(lacking, now_s)
         if now_s < wish.not_before_s:
             return None
         free = [place for place in places if self._may_start_on(place.node, model)]
@@ -411,27 +250,10 @@ class Planner:
         numbers = tuple(gpu.card.number for gpu in gpus)
         serving = sum(u.role is Role.SERVING and u.stage is not Stage.STOPPING for u in self._of(wish))
         role = Role.SERVING if serving < wish.wanted.units else Role.WARM
-        self._units[unit_id] = _Unit(
+        self._units[unit_id] = PlannedUnit(
             unit_id, wish.prefix, node.node_id, Stage.PLACING, now_s, uuids, role=role
         )
         return StartUnit(unit_id, here, node.node_id, region, label, numbers, role)
-
-    def _note_lack(self, wish: _Wish, lacking: str, now_s: float) -> None:
-        """Remember since when no node fits; once that is long enough, it is a failure."""
-        if not lacking:
-            wish.lacking = ""
-        elif not wish.lacking:
-            wish.lacking, wish.lacking_since_s = lacking, now_s
-        else:
-            wish.lacking = lacking
-            if self._lacks(wish, now_s):
-                # Free memory and the like change all the time; what failed before is worth keeping.
-                if wish.failures and wish.failures[-1].startswith(NO_NODE):
-                    wish.failures.pop()
-                wish.failures.append(f"{NO_NODE}{lacking}")
-
-    def _lacks(self, wish: _Wish, now_s: float) -> bool:
-        return bool(wish.lacking) and now_s - wish.lacking_since_s >= UNSATISFIED_AFTER_S
 
     def _fitting(self, model: Model, label: str) -> tuple[list[_Place], str]:
         """Return the nodes with the right label and room, each with the model as it would run there; or else
@@ -461,9 +283,9 @@ class Planner:
             return [], "; ".join(sorted(unable))
         where = f" with region={label}" if label else ""
         why = "".join(f" ({obstacle})" for obstacle in sorted(filter(None, obstacles)))
-        return places, "" if places else f"it needs {_needs(model)}; no node{where} has that free{why}"
+        return places, "" if places else f"it needs {needs(model)}; no node{where} has that free{why}"
 
-    def _demands(self, unit: _Unit) -> tuple[float, float]:
+    def _demands(self, unit: PlannedUnit) -> tuple[float, float]:
         return demands(self._wishes[unit.pool].model)
 
     def _may_start_on(self, node: Node, model: Model) -> bool:
@@ -474,22 +296,22 @@ class Planner:
         )
         return starting < STARTS_AT_ONCE[kind]
 
-    def _on(self, node: Node) -> Iterable[_Unit]:
+    def _on(self, node: Node) -> Iterable[PlannedUnit]:
         return (u for u in self._units.values() if u.node_id == node.node_id and u.pool in self._wishes)
 
-    def _count(self, node: Node, wish: _Wish | None = None) -> int:
+    def _count(self, node: Node, wish: Wish | None = None) -> int:
         return sum(wish is None or unit.pool == wish.prefix for unit in self._on(node))
 
-    def _ready(self, wish: _Wish) -> Iterable[_Unit]:
+    def _ready(self, wish: Wish) -> Iterable[PlannedUnit]:
         return (unit for unit in self._of(wish) if unit.stage is Stage.READY)
 
-    def _serving(self, wish: _Wish) -> int:
+    def _serving(self, wish: Wish) -> int:
         return sum(unit.role is Role.SERVING for unit in self._ready(wish))
 
-    def _of(self, wish: _Wish) -> Iterable[_Unit]:
+    def _of(self, wish: Wish) -> Iterable[PlannedUnit]:
         return (unit for unit in self._units.values() if unit.pool == wish.prefix)
 
-    def _wish(self, model: str, label: str) -> _Wish:
+    def _wish(self, model: str, label: str) -> Wish:
         for wish in self._wishes.values():
             if (wish.model.name, wish.label) == (model, label):
                 return wish
@@ -511,7 +333,7 @@ class Planner:
             "",
         )
 
-    def _row(self, wish: _Wish, now_s: float) -> dict[str, Any]:
+    def _row(self, wish: Wish, now_s: float) -> dict[str, Any]:
         by_stage = {stage: sorted(u.unit_id for u in self._of(wish) if u.stage is stage) for stage in Stage}
         wanted = 0 if self._is_stopping else wish.wanted.total
         missing = len(by_stage[Stage.READY]) < wanted
@@ -529,29 +351,10 @@ class Planner:
             "failures": list(wish.failures),
             "waiting_for": wish.lacking,
             "retry_in_s": max(wish.not_before_s - now_s, 0.0),
-            "gave_up": missing and (wish.failed_in_a_row >= GAVE_UP_AFTER or self._lacks(wish, now_s)),
+            "gave_up": missing and wish.gave_up(now_s),
         }
 
 
-def _first_to_go(unit: _Unit) -> tuple[bool, bool, float, str]:
+def _first_to_go(unit: PlannedUnit) -> tuple[bool, bool, float, str]:
     """Order units: those that are still starting, then those on standby, then the newest."""
     return unit.stage is Stage.READY, unit.role is Role.SERVING, -unit.since_s, unit.unit_id
-
-
-def unit_prefix(model: str, pool: str = "") -> str:
-    """Return the beginning of the ids of a pool's units, such as `unit-smollm2-135m-instruct-`."""
-    return f"{UNIT_PREFIX}{re.sub(r'[^a-z0-9.]+', '-', f'{model}-{pool}'.lower()).strip('-')}-"
-
-
-def start_kind(model: Model) -> str:
-    """Return the key of STARTS_AT_ONCE for a model."""
-    if model.engine in ("simulated", "embedding") and demands(model)[1] == 0:
-        return "light"
-    if model.gpus == 0:
-        return "cpu"
-    return "gpu share" if model.gpus < 1 else "gpu"
-
-
-def _needs(model: Model) -> str:
-    cpus, gpus = demands(model)
-    return f"{cpus:g} CPU cores and {gpus:g} GPUs"

@@ -20,8 +20,10 @@ from ray.util import list_named_actors
 from grid.config import Config
 from grid.engines.environment import engine_environment, gpu_environment
 from grid.errors import GridError
-from grid.units import planner as plan
+from grid.units import planner_events as events
 from grid.units.nodes import REGION_LABEL, Node, demands
+from grid.units.planner import Planner
+from grid.units.pools import UNIT_PREFIX
 from grid.units.probes import NODE_ID_LABEL, Probes
 from grid.units.ray_unit import NAMESPACE, PLACEMENT, PROBE_PREFIX, RayUnit
 from grid.units.scaling import ROLES, Role
@@ -53,7 +55,7 @@ class SupervisorActor:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._planner = plan.Planner(config)
+        self._planner = Planner(config)
         self._probes = Probes(config)
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -80,7 +82,7 @@ class SupervisorActor:
 
     async def scale(self, model: str, units: int, pool: str = "") -> None:
         """Want another number of units of a model's pool, within its configured min and max."""
-        self._apply(plan.Scale(model, units, pool))
+        self._apply(events.Scale(model, units, pool))
 
     async def drain(self, unit_id: str, draining: bool = True) -> bool:
         """Tell a unit to take no new work; False when there is no such unit."""
@@ -93,7 +95,7 @@ class SupervisorActor:
     async def stop_all(self) -> None:
         """Stop every unit and start none again; returns when all are gone."""
         await self.start()
-        self._apply(plan.StopAll())
+        self._apply(events.StopAll())
         while self._lives:
             self._ended.clear()
             await self._ended.wait()
@@ -105,19 +107,19 @@ class SupervisorActor:
 
     async def _start(self) -> None:
         await self._adopt()
-        self._apply(plan.NodesSeen(await self._see_nodes()))
+        self._apply(events.NodesSeen(await self._see_nodes()))
         self._polling = asyncio.get_running_loop().create_task(self._poll())
 
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(POLL_PERIOD_S)
             try:
-                self._apply(plan.NodesSeen(await self._see_nodes()))
+                self._apply(events.NodesSeen(await self._see_nodes()))
             except RayError:
                 log.exception("the nodes of the cluster can't be read; trying again")
             if (outlook := await self._outlook()) is not None:
-                self._apply(plan.Seen(outlook))
-            self._apply(plan.Tick())
+                self._apply(events.Seen(outlook))
+            self._apply(events.Tick())
             self._say_what_waits()
 
     def _say_what_waits(self) -> None:
@@ -147,16 +149,16 @@ class SupervisorActor:
             return None
         return seen
 
-    def _apply(self, event: plan.Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         for effect in self._planner.handle(event, time.monotonic()):
             match effect:
-                case plan.StartUnit(unit_id):
+                case events.StartUnit(unit_id):
                     log.info("starting %s on node %s", unit_id, effect.node_id)
                     self._live(unit_id, self._run(effect))
-                case plan.StopUnit(unit_id, reason, grace_s):
+                case events.StopUnit(unit_id, reason, grace_s):
                     log.info("stopping %s: %s", unit_id, reason)
                     self._keep(self._stop(unit_id, grace_s))
-                case plan.SetRole(unit_id, role):
+                case events.SetRole(unit_id, role):
                     log.info("%s is to be %s", unit_id, role)
                     self._keep(self._set_role(unit_id, role))
 
@@ -164,7 +166,7 @@ class SupervisorActor:
         """Take over ready units; kill those that an earlier supervisor left half-started."""
         for entry in await asyncio.to_thread(list_named_actors, all_namespaces=True):
             name = entry["name"]
-            if entry["namespace"] != NAMESPACE or not name.startswith((plan.UNIT_PREFIX, PROBE_PREFIX)):
+            if entry["namespace"] != NAMESPACE or not name.startswith((UNIT_PREFIX, PROBE_PREFIX)):
                 continue
             try:
                 if name.startswith(PROBE_PREFIX):
@@ -179,7 +181,7 @@ class SupervisorActor:
             self._handles[name] = handle
             card = found["card"]
             self._apply(
-                plan.Adopted(
+                events.Adopted(
                     *(name, card["model"], card["node_id"], tuple(card["gpu_uuids"]), card["incarnation"]),
                     ROLES.get(UnitState(found["load"]["state"]), Role.SERVING),
                 )
@@ -191,20 +193,20 @@ class SupervisorActor:
     def _live(self, unit_id: str, life: Coroutine[Any, Any, None]) -> None:
         self._lives[unit_id] = asyncio.get_running_loop().create_task(life)
 
-    async def _run(self, start: plan.StartUnit) -> None:
+    async def _run(self, start: events.StartUnit) -> None:
         try:
             # Nothing is awaited before the handle is known, so that a stop always finds it.
             handle = self._handles[start.unit_id] = self._create(start)
             await handle.ping.remote()
-            self._apply(plan.Placed(start.unit_id))
+            self._apply(events.Placed(start.unit_id))
             card = await handle.start.remote()
-            self._apply(plan.Ready(start.unit_id, card.gpu_uuids, card.incarnation))
+            self._apply(events.Ready(start.unit_id, card.gpu_uuids, card.incarnation))
         except (RayError, ValueError, GridError) as error:
             await self._end(start.unit_id, _reason(error))
         else:
             await self._watch_to_end(start.unit_id, handle)
 
-    def _create(self, start: plan.StartUnit) -> Any:
+    def _create(self, start: events.StartUnit) -> Any:
         model = start.model
         cpus, gpus = demands(model)
         labels = {NODE_ID_LABEL: start.node_id}
@@ -267,7 +269,7 @@ class SupervisorActor:
         await _kill(unit_id)
         self._handles.pop(unit_id, None)
         self._lives.pop(unit_id, None)
-        self._apply(plan.Ended(unit_id, reason))
+        self._apply(events.Ended(unit_id, reason))
         self._ended.set()
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:

@@ -15,7 +15,7 @@ from support.local_cell import CHAT_MODEL, LocalCell, cell_config, local_cell
 
 from gateway.http.shapes.operations import UnitView
 from grid.config import Simulated
-from grid.units.planner import RESTART_REASON
+from grid.units.planner_events import RESTART_REASON
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -13,7 +13,9 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from gateway.ray_head import command, on_loopback
 from grid.config import Config, Ray, load
 from grid.hardware import catalogue
-from grid.units import planner as plan
+from grid.units.nodes import Node
+from grid.units.planner import Planner
+from grid.units.planner_events import NodesSeen, StartUnit
 
 ROOT = Path(__file__).parents[2]
 SECRETS = "cloud-secrets"
@@ -67,10 +69,10 @@ def test_the_cells_units_fit_on_the_least_number_of_nodes(cluster: dict[str, Any
         if gpus:
             assert catalogue.find(kind["labels"]["gpu"]).name == kind["labels"]["gpu"]
         least = 1 if name == cluster["head_node_type"] else kind["min_workers"]
-        nodes += [plan.Node(f"{name}-{index}", dict(kind["labels"]), cpus, gpus) for index in range(least)]
-    effects = plan.Planner(cell).handle(plan.NodesSeen(tuple(nodes)), 0.0)
+        nodes += [Node(f"{name}-{index}", dict(kind["labels"]), cpus, gpus) for index in range(least)]
+    effects = Planner(cell).handle(NodesSeen(tuple(nodes)), 0.0)
     started = sorted(
-        (effect.node_id, effect.model.precision) for effect in effects if isinstance(effect, plan.StartUnit)
+        (effect.node_id, effect.model.precision) for effect in effects if isinstance(effect, StartUnit)
     )
     assert [pair for pair in started if pair[0].startswith("l4")] == [("l4-0", "fp8"), ("l4-1", "fp8")]
     assert len(started) == sum(model.least_units for model in cell.models)

@@ -9,10 +9,21 @@ import pytest
 
 from grid.config import Cell, Config, Model, load
 from grid.errors import InvalidRequest
-from grid.units import planner as plan
+from grid.units import planner_events as events
 from grid.units.gpu_room import Gpu
 from grid.units.nodes import GPU_LABEL, RAY_GPU_LABEL, Node, gpus_fit
-from grid.units.planner import Planner, SetRole, StartUnit, StopUnit, start_kind, unit_prefix
+from grid.units.planner import PLACE_LIMIT_S, REPLACE_GRACE_S, START_LIMIT_S, Planner
+from grid.units.planner_events import SetRole, StartUnit, StopUnit
+from grid.units.pools import (
+    FAILURES_KEPT,
+    FIRST_BACKOFF_S,
+    GAVE_UP_AFTER,
+    LAST_BACKOFF_S,
+    STABLE_S,
+    UNSATISFIED_AFTER_S,
+    start_kind,
+    unit_prefix,
+)
 from grid.units.scaling import SHRINK_AFTER_S, Role
 from grid.words import Condemned, Demand, GpuCard, GpuSample, Outlook, UnitState
 
@@ -29,16 +40,16 @@ def model(name: str = "sim", engine: str = "simulated", **changes: Any) -> Model
     return Model.model_validate(fields)
 
 
-def planner(*models: Model, nodes: tuple[Node, ...] = (NODE,)) -> tuple[Planner, list[plan.Effect]]:
+def planner(*models: Model, nodes: tuple[Node, ...] = (NODE,)) -> tuple[Planner, list[events.Effect]]:
     made = Planner(Config(cell=Cell(region="eu"), models=models))
-    return made, made.handle(plan.NodesSeen(nodes), 0.0)
+    return made, made.handle(events.NodesSeen(nodes), 0.0)
 
 
-def starts(effects: list[plan.Effect]) -> list[str]:
+def starts(effects: list[events.Effect]) -> list[str]:
     return [effect.unit_id for effect in effects if isinstance(effect, StartUnit)]
 
 
-def stops(effects: list[plan.Effect]) -> list[str]:
+def stops(effects: list[events.Effect]) -> list[str]:
     return [effect.unit_id for effect in effects if isinstance(effect, StopUnit)]
 
 
@@ -53,20 +64,20 @@ def test_starts_what_is_wanted_and_says_so() -> None:
     assert isinstance(first, StartUnit)
     assert (first.node_id, first.region, first.region_label) == ("n1", "eu", "")
     assert (row(made)["wanted"], row(made)["ready"], row(made)["starting"]) == (2, 0, 2)
-    made.handle(plan.Placed("unit-sim-0"), 1.0)
-    assert made.handle(plan.Ready("unit-sim-0"), 2.0) == []
+    made.handle(events.Placed("unit-sim-0"), 1.0)
+    assert made.handle(events.Ready("unit-sim-0"), 2.0) == []
     assert (row(made)["units"], row(made)["starting"]) == (["unit-sim-0"], 1)
 
 
-def condemned(unit_id: str, incarnation: str = "first", isolated: bool = True) -> plan.Seen:
-    return plan.Seen(Outlook((Condemned(unit_id, incarnation, "failed 2 of 20 requests", isolated),)))
+def condemned(unit_id: str, incarnation: str = "first", isolated: bool = True) -> events.Seen:
+    return events.Seen(Outlook((Condemned(unit_id, incarnation, "failed 2 of 20 requests", isolated),)))
 
 
 def two_ready() -> Planner:
     made, _ = planner(model(min_units=2, max_units=2))
     for unit_id in ("unit-sim-0", "unit-sim-1"):
-        made.handle(plan.Placed(unit_id), 1.0)
-        made.handle(plan.Ready(unit_id, (), "first"), 2.0)
+        made.handle(events.Placed(unit_id), 1.0)
+        made.handle(events.Ready(unit_id, (), "first"), 2.0)
     return made
 
 
@@ -74,12 +85,12 @@ def test_a_condemned_unit_is_replaced_and_what_runs_on_it_gets_time() -> None:
     made = two_ready()
     effects = made.handle(condemned("unit-sim-0"), 60.0)
     assert [e for e in effects if isinstance(e, StopUnit)] == [
-        StopUnit("unit-sim-0", "failed 2 of 20 requests", plan.REPLACE_GRACE_S)
+        StopUnit("unit-sim-0", "failed 2 of 20 requests", REPLACE_GRACE_S)
     ]
     assert starts(effects) == ["unit-sim-2"]
     assert row(made, 60.0)["failures"] == ["unit-sim-0: failed 2 of 20 requests"]
     assert made.handle(condemned("unit-sim-0"), 61.0) == [], "it is being replaced already"
-    assert made.handle(plan.Ended("unit-sim-0", "stopped"), 62.0) == []
+    assert made.handle(events.Ended("unit-sim-0", "stopped"), 62.0) == []
 
 
 def test_the_process_that_took_a_condemned_units_place_is_left_alone() -> None:
@@ -92,30 +103,30 @@ def test_units_that_fail_as_soon_as_they_start_are_replaced_ever_later() -> None
     made = two_ready()
     effects = made.handle(condemned("unit-sim-0"), 3.0)
     assert (stops(effects), starts(effects)) == (["unit-sim-0"], [])
-    assert starts(made.handle(plan.Tick(), 3.0 + plan.FIRST_BACKOFF_S)) == ["unit-sim-2"]
+    assert starts(made.handle(events.Tick(), 3.0 + FIRST_BACKOFF_S)) == ["unit-sim-2"]
 
 
 def test_condemned_units_that_still_serve_are_replaced_one_after_another() -> None:
     made = two_ready()
     assert stops(made.handle(condemned("unit-sim-0", isolated=False), 60.0)) == ["unit-sim-0"]
     assert made.handle(condemned("unit-sim-1", isolated=False), 61.0) == []
-    made.handle(plan.Ended("unit-sim-0", "stopped"), 62.0)
-    made.handle(plan.Placed("unit-sim-2"), 63.0)
-    made.handle(plan.Ready("unit-sim-2", (), "second"), 64.0)
+    made.handle(events.Ended("unit-sim-0", "stopped"), 62.0)
+    made.handle(events.Placed("unit-sim-2"), 63.0)
+    made.handle(events.Ready("unit-sim-2", (), "second"), 64.0)
     assert stops(made.handle(condemned("unit-sim-1", isolated=False), 65.0)) == ["unit-sim-1"]
 
 
 def test_a_restart_that_was_asked_for_is_no_failure() -> None:
     made, _ = planner(model())
-    made.handle(plan.Ready("unit-sim-0"), 0.0)
-    assert starts(made.handle(plan.Ended("unit-sim-0", plan.RESTART_REASON), 1.0)) == ["unit-sim-0"]
+    made.handle(events.Ready("unit-sim-0"), 0.0)
+    assert starts(made.handle(events.Ended("unit-sim-0", events.RESTART_REASON), 1.0)) == ["unit-sim-0"]
     assert row(made)["failures"] == []
 
 
 def test_a_unit_that_served_is_replaced_at_once_under_its_name() -> None:
     made, _ = planner(model())
-    made.handle(plan.Ready("unit-sim-0"), 0.0)
-    assert starts(made.handle(plan.Ended("unit-sim-0", "killed"), plan.STABLE_S)) == ["unit-sim-0"]
+    made.handle(events.Ready("unit-sim-0"), 0.0)
+    assert starts(made.handle(events.Ended("unit-sim-0", "killed"), STABLE_S)) == ["unit-sim-0"]
     assert row(made)["failures"] == ["unit-sim-0: killed"]
 
 
@@ -123,25 +134,25 @@ def test_failing_starts_are_tried_again_ever_later_up_to_a_bound() -> None:
     made, _ = planner(model())
     now_s, waits = 0.0, []
     for _ in range(10):
-        assert made.handle(plan.Ended("unit-sim-0", "broken"), now_s) == []
+        assert made.handle(events.Ended("unit-sim-0", "broken"), now_s) == []
         waits.append(row(made, now_s)["retry_in_s"])
-        assert starts(made.handle(plan.Tick(), now_s + waits[-1] - 0.01)) == []
+        assert starts(made.handle(events.Tick(), now_s + waits[-1] - 0.01)) == []
         now_s += waits[-1]
-        assert starts(made.handle(plan.Tick(), now_s)) == ["unit-sim-0"]
+        assert starts(made.handle(events.Tick(), now_s)) == ["unit-sim-0"]
     assert waits[:4] == [0.5, 1.0, 2.0, 4.0]
-    assert waits[-1] == plan.LAST_BACKOFF_S
-    assert len(row(made)["failures"]) == plan.FAILURES_KEPT
+    assert waits[-1] == LAST_BACKOFF_S
+    assert len(row(made)["failures"]) == FAILURES_KEPT
 
 
 def test_gave_up_after_failures_in_a_row_and_takes_it_back() -> None:
     made, _ = planner(model())
     now_s = 0.0
-    for count in range(1, plan.GAVE_UP_AFTER + 1):
-        made.handle(plan.Ended("unit-sim-0", "broken"), now_s)
-        assert row(made, now_s)["gave_up"] is (count == plan.GAVE_UP_AFTER)
-        now_s += plan.LAST_BACKOFF_S
-        made.handle(plan.Tick(), now_s)
-    made.handle(plan.Ready("unit-sim-0"), now_s)
+    for count in range(1, GAVE_UP_AFTER + 1):
+        made.handle(events.Ended("unit-sim-0", "broken"), now_s)
+        assert row(made, now_s)["gave_up"] is (count == GAVE_UP_AFTER)
+        now_s += LAST_BACKOFF_S
+        made.handle(events.Tick(), now_s)
+    made.handle(events.Ready("unit-sim-0"), now_s)
     assert row(made, now_s)["gave_up"] is False
 
 
@@ -152,16 +163,16 @@ def test_an_engine_on_cpu_cores_starts_alone_and_light_ones_beside_it() -> None:
         model("sim", min_units=6, max_units=6),
     )
     assert starts(effects) == ["unit-big-0", "unit-words-0", "unit-sim-0", "unit-sim-1", "unit-sim-2"]
-    made.handle(plan.Placed("unit-big-0"), 1.0)
-    assert starts(made.handle(plan.Ready("unit-big-0"), 2.0)) == ["unit-big-1"]
-    assert starts(made.handle(plan.Ready("unit-words-0"), 2.0)) == ["unit-sim-3"]
+    made.handle(events.Placed("unit-big-0"), 1.0)
+    assert starts(made.handle(events.Ready("unit-big-0"), 2.0)) == ["unit-big-1"]
+    assert starts(made.handle(events.Ready("unit-words-0"), 2.0)) == ["unit-sim-3"]
 
 
 def test_shares_of_gpus_start_one_at_a_time_on_a_node() -> None:
     node = Node("g", {}, cpus=8, gpus=2)
     made, effects = planner(model("m", "vllm", gpus=0.5, min_units=4, max_units=4), nodes=(node,))
     assert starts(effects) == ["unit-m-0"]
-    assert starts(made.handle(plan.Ready("unit-m-0"), 1.0)) == ["unit-m-1"]
+    assert starts(made.handle(events.Ready("unit-m-0"), 1.0)) == ["unit-m-1"]
     whole, effects = planner(model("m", "vllm", gpus=1, min_units=2, max_units=2), nodes=(node,))
     assert starts(effects) == ["unit-m-0", "unit-m-1"]
     assert row(whole)["starting"] == 2
@@ -186,12 +197,12 @@ def test_a_region_without_a_node_is_said_at_once_and_fails_after_a_while() -> No
     assert effects == []
     assert row(made)["waiting_for"] == "none carries region=asia (there are: us)"
     assert row(made)["gave_up"] is False
-    made.handle(plan.Tick(), plan.UNSATISFIED_AFTER_S)
-    made.handle(plan.Tick(), plan.UNSATISFIED_AFTER_S + 1)
-    assert row(made, plan.UNSATISFIED_AFTER_S)["gave_up"] is True
+    made.handle(events.Tick(), UNSATISFIED_AFTER_S)
+    made.handle(events.Tick(), UNSATISFIED_AFTER_S + 1)
+    assert row(made, UNSATISFIED_AFTER_S)["gave_up"] is True
     assert row(made)["failures"] == ["no node for it: none carries region=asia (there are: us)"]
     joined = (Node("a", {"region": "us"}, 4, 0), Node("b", {"region": "asia"}, 4, 0))
-    assert starts(made.handle(plan.NodesSeen(joined), 40.0)) == ["unit-sim-0"]
+    assert starts(made.handle(events.NodesSeen(joined), 40.0)) == ["unit-sim-0"]
     assert row(made, 40.0)["waiting_for"] == ""
 
 
@@ -205,49 +216,49 @@ def test_too_few_gpus_are_named() -> None:
 
 def test_what_ray_can_not_place_is_stopped_and_counted() -> None:
     made, _ = planner(model())
-    assert stops(made.handle(plan.Tick(), plan.PLACE_LIMIT_S)) == []
-    assert stops(made.handle(plan.Tick(), plan.PLACE_LIMIT_S + 1)) == ["unit-sim-0"]
+    assert stops(made.handle(events.Tick(), PLACE_LIMIT_S)) == []
+    assert stops(made.handle(events.Tick(), PLACE_LIMIT_S + 1)) == ["unit-sim-0"]
     [failure] = row(made)["failures"]
     assert "no room" in failure
     # Its name is taken until it is gone; the next one has another.
-    assert starts(made.handle(plan.Tick(), plan.PLACE_LIMIT_S + 2)) == ["unit-sim-1"]
-    assert made.handle(plan.Ended("unit-sim-0", "stopped"), plan.PLACE_LIMIT_S + 3) == []
+    assert starts(made.handle(events.Tick(), PLACE_LIMIT_S + 2)) == ["unit-sim-1"]
+    assert made.handle(events.Ended("unit-sim-0", "stopped"), PLACE_LIMIT_S + 3) == []
     assert len(row(made)["failures"]) == 1
 
 
 def test_a_load_that_never_ends_is_stopped() -> None:
     made, _ = planner(model())
-    made.handle(plan.Placed("unit-sim-0"), 10.0)
-    assert stops(made.handle(plan.Tick(), 10.0 + plan.START_LIMIT_S)) == []
-    assert stops(made.handle(plan.Tick(), 11.0 + plan.START_LIMIT_S)) == ["unit-sim-0"]
+    made.handle(events.Placed("unit-sim-0"), 10.0)
+    assert stops(made.handle(events.Tick(), 10.0 + START_LIMIT_S)) == []
+    assert stops(made.handle(events.Tick(), 11.0 + START_LIMIT_S)) == ["unit-sim-0"]
 
 
 def test_scaling_within_bounds_stops_the_newest() -> None:
     made, _ = planner(model(min_units=1, max_units=3))
-    made.handle(plan.Ready("unit-sim-0"), 1.0)
-    assert starts(made.handle(plan.Scale("sim", 9), 2.0)) == ["unit-sim-1", "unit-sim-2"]
-    made.handle(plan.Ready("unit-sim-1"), 3.0)
-    assert stops(made.handle(plan.Scale("sim", 2), 4.0)) == ["unit-sim-2"]
-    assert stops(made.handle(plan.Scale("sim", 0), 5.0)) == ["unit-sim-1"]
+    made.handle(events.Ready("unit-sim-0"), 1.0)
+    assert starts(made.handle(events.Scale("sim", 9), 2.0)) == ["unit-sim-1", "unit-sim-2"]
+    made.handle(events.Ready("unit-sim-1"), 3.0)
+    assert stops(made.handle(events.Scale("sim", 2), 4.0)) == ["unit-sim-2"]
+    assert stops(made.handle(events.Scale("sim", 0), 5.0)) == ["unit-sim-1"]
     assert row(made)["wanted"] == 1
-    assert made.handle(plan.Ended("unit-sim-1", "stopped"), 6.0) == []
+    assert made.handle(events.Ended("unit-sim-1", "stopped"), 6.0) == []
 
 
 def test_adopted_units_count_and_unknown_ones_stop() -> None:
     made = Planner(Config(models=(model(min_units=2, max_units=2),)))
-    made.handle(plan.Adopted("unit-sim-1", "sim", "n1"), 0.0)
-    assert stops(made.handle(plan.Adopted("unit-old-0", "old", "n1"), 0.0)) == ["unit-old-0"]
-    assert starts(made.handle(plan.NodesSeen((NODE,)), 0.0)) == ["unit-sim-0"]
-    assert made.handle(plan.Ended("unit-old-0", "stopped"), 1.0) == []
+    made.handle(events.Adopted("unit-sim-1", "sim", "n1"), 0.0)
+    assert stops(made.handle(events.Adopted("unit-old-0", "old", "n1"), 0.0)) == ["unit-old-0"]
+    assert starts(made.handle(events.NodesSeen((NODE,)), 0.0)) == ["unit-sim-0"]
+    assert made.handle(events.Ended("unit-old-0", "stopped"), 1.0) == []
 
 
 def test_stop_all_stops_everything_and_starts_nothing_again() -> None:
     made, _ = planner(model(min_units=2, max_units=2))
-    made.handle(plan.Ready("unit-sim-0"), 1.0)
-    assert sorted(stops(made.handle(plan.StopAll(), 2.0))) == ["unit-sim-0", "unit-sim-1"]
+    made.handle(events.Ready("unit-sim-0"), 1.0)
+    assert sorted(stops(made.handle(events.StopAll(), 2.0))) == ["unit-sim-0", "unit-sim-1"]
     for unit in ("unit-sim-0", "unit-sim-1"):
-        assert made.handle(plan.Ended(unit, "stopped"), 3.0) == []
-    assert made.handle(plan.Tick(), 100.0) == []
+        assert made.handle(events.Ended(unit, "stopped"), 3.0) == []
+    assert made.handle(events.Tick(), 100.0) == []
     assert (row(made)["wanted"], row(made)["ready"], row(made)["failures"]) == (0, 0, [])
 
 
@@ -316,7 +327,7 @@ def test_a_gpu_that_runs_no_variant_is_named_with_the_reason() -> None:
     made, effects = planner(int8_only, nodes=(on("B200"), NODE))
     assert effects == []
     assert row(made)["waiting_for"].startswith("no variant runs on B200: int8: W8A8 is broken")
-    assert starts(made.handle(plan.NodesSeen((on("B200"), on("L4", "h"))), 1.0)) == ["unit-m-0"]
+    assert starts(made.handle(events.NodesSeen((on("B200"), on("L4", "h"))), 1.0)) == ["unit-m-0"]
 
 
 def test_a_pool_waits_for_its_gpu_and_an_operators_label_counts_for_more() -> None:
@@ -324,7 +335,7 @@ def test_a_pool_waits_for_its_gpu_and_an_operators_label_counts_for_more() -> No
     made, effects = planner(large, nodes=(on("A100"),))
     assert effects == []
     assert row(made)["waiting_for"] == "it needs A100-80; nodes have A100-40"
-    assert starts(made.handle(plan.NodesSeen((on("A100", label="A100-80"),)), 1.0)) == ["unit-m-0"]
+    assert starts(made.handle(events.NodesSeen((on("A100", label="A100-80"),)), 1.0)) == ["unit-m-0"]
     unsaid, effects = planner(large, nodes=(Node("g", {}, 8, 1),))
     assert effects == []
     assert row(unsaid)["waiting_for"].endswith("start Ray there with --labels=gpu=NAME")
@@ -346,29 +357,29 @@ def test_pools_of_one_model_are_kept_apart() -> None:
         ("h100-us-east-1", 2),
         ("l4-eu-central-1-int8", 1),
     ]
-    made.handle(plan.Ready("unit-sim-h100-us-east-1-0"), 1.0)
-    assert starts(made.handle(plan.Ended("unit-sim-l4-eu-central-1-int8-0", "killed"), 1.0)) == []
-    assert starts(made.handle(plan.Tick(), 2.0)) == ["unit-sim-l4-eu-central-1-int8-0"]
+    made.handle(events.Ready("unit-sim-h100-us-east-1-0"), 1.0)
+    assert starts(made.handle(events.Ended("unit-sim-l4-eu-central-1-int8-0", "killed"), 1.0)) == []
+    assert starts(made.handle(events.Tick(), 2.0)) == ["unit-sim-l4-eu-central-1-int8-0"]
 
 
 def test_an_adopted_unit_is_its_pools_own() -> None:
     pools = [{"name": "a", "min_units": 1, "max_units": 2}, {"name": "a-1", "min_units": 1}]
     made = Planner(Config(models=(model(pools=pools),)))
-    assert made.handle(plan.Adopted("unit-sim-a-1-0", "sim", "n1"), 0.0) == []
-    assert starts(made.handle(plan.NodesSeen((NODE,)), 0.0)) == ["unit-sim-a-0"]
-    assert starts(made.handle(plan.Scale("sim", 2, "a"), 1.0)) == ["unit-sim-a-1"]
+    assert made.handle(events.Adopted("unit-sim-a-1-0", "sim", "n1"), 0.0) == []
+    assert starts(made.handle(events.NodesSeen((NODE,)), 0.0)) == ["unit-sim-a-0"]
+    assert starts(made.handle(events.Scale("sim", 2, "a"), 1.0)) == ["unit-sim-a-1"]
     with pytest.raises(InvalidRequest, match="there is no pool 'sim'; there are sim a, sim a-1"):
-        made.handle(plan.Scale("sim", 2), 1.0)
-    assert stops(made.handle(plan.Adopted("unit-sim-b-0", "sim", "n1"), 1.0)) == ["unit-sim-b-0"]
+        made.handle(events.Scale("sim", 2), 1.0)
+    assert stops(made.handle(events.Adopted("unit-sim-b-0", "sim", "n1"), 1.0)) == ["unit-sim-b-0"]
 
 
 @pytest.mark.parametrize("example", ["simulated", "three-regions"])
 def test_an_example_cell_starts_on_a_small_machine(example: str) -> None:
     config = load(CELLS / f"{example}.yaml")
     made = Planner(config)
-    effects = made.handle(plan.NodesSeen((Node("n1", {}, cpus=2.0, gpus=0.0),)), 0.0)
+    effects = made.handle(events.NodesSeen((Node("n1", {}, cpus=2.0, gpus=0.0),)), 0.0)
     while started := starts(effects):
-        effects = [effect for unit_id in started for effect in made.handle(plan.Ready(unit_id), 1.0)]
+        effects = [effect for unit_id in started for effect in made.handle(events.Ready(unit_id), 1.0)]
     assert [(r["ready"], r["waiting_for"]) for r in made.status(1.0)] == [
         (pool.min_units, "") for model in config.models for _, pool in model.split()
     ]
@@ -389,7 +400,7 @@ def probed(*gpus: Gpu, node_id: str = "g", **labels: str) -> Node:
     return Node(node_id, labels, cpus=64, gpus=len(gpus), hardware=gpus)
 
 
-def started(effects: list[plan.Effect]) -> list[tuple[str, tuple[int, ...]]]:
+def started(effects: list[events.Effect]) -> list[tuple[str, tuple[int, ...]]]:
     return [(effect.unit_id, effect.gpus) for effect in effects if isinstance(effect, StartUnit)]
 
 
@@ -401,7 +412,7 @@ def test_units_get_gpus_of_their_own() -> None:
         "GPU 2 has 1000 MB free of the 41400 MB it needs, and others use 44000 MB" in row(made)["waiting_for"]
     )
     free_again = probed(gpu(0, free_mb=500.0), gpu(1, free_mb=500.0), gpu(2))
-    assert started(made.handle(plan.NodesSeen((free_again,)), 1.0)) == [("unit-m-2", (2,))]
+    assert started(made.handle(events.NodesSeen((free_again,)), 1.0)) == [("unit-m-2", (2,))]
 
 
 def test_a_grant_needs_no_more_than_itself() -> None:
@@ -416,7 +427,7 @@ def test_a_start_waits_until_the_probe_has_told() -> None:
     made, effects = planner(model("m", "vllm", gpus=1), model("s"), nodes=(silent,))
     assert starts(effects) == ["unit-s-0"]
     assert "its probe has not told of the GPUs yet" in row(made)["waiting_for"]
-    assert started(made.handle(plan.NodesSeen((probed(gpu(0)),)), 1.0)) == [("unit-m-0", (0,))]
+    assert started(made.handle(events.NodesSeen((probed(gpu(0)),)), 1.0)) == [("unit-m-0", (0,))]
 
 
 def test_a_gpu_that_the_catalogue_does_not_hold_runs_what_its_capability_serves() -> None:
@@ -444,8 +455,8 @@ def test_an_adopted_unit_keeps_its_gpus() -> None:
     made = Planner(
         Config(cell=Cell(region="eu"), models=(model("m", "vllm", gpus=1, min_units=2, max_units=2),))
     )
-    made.handle(plan.Adopted("unit-m-0", "m", "g", ("GPU-0",)), 0.0)
-    effects = made.handle(plan.NodesSeen((probed(gpu(0), gpu(1)),)), 0.0)
+    made.handle(events.Adopted("unit-m-0", "m", "g", ("GPU-0",)), 0.0)
+    effects = made.handle(events.NodesSeen((probed(gpu(0), gpu(1)),)), 0.0)
     assert started(effects) == [("unit-m-1", (1,))]
 
 
@@ -453,18 +464,18 @@ def test_a_unit_that_has_not_told_its_gpus_is_waited_for() -> None:
     by_ray = Node("g", {}, cpus=8, gpus=2)
     made, effects = planner(model("m", "vllm", gpus=1, min_units=1, max_units=2), nodes=(by_ray,))
     assert started(effects) == [("unit-m-0", ())]
-    seen = plan.NodesSeen((probed(gpu(0), gpu(1)),))
-    made.handle(plan.Scale("m", 2), 1.0)
-    made.handle(plan.Ended("unit-m-1", "killed"), 1.0)
+    seen = events.NodesSeen((probed(gpu(0), gpu(1)),))
+    made.handle(events.Scale("m", 2), 1.0)
+    made.handle(events.Ended("unit-m-1", "killed"), 1.0)
     assert started(made.handle(seen, 2.0)) == []
-    assert started(made.handle(plan.Ready("unit-m-0", ("GPU-1",)), 10.0)) == [("unit-m-1", (0,))]
+    assert started(made.handle(events.Ready("unit-m-0", ("GPU-1",)), 10.0)) == [("unit-m-1", (0,))]
 
 
 def test_units_of_a_faulty_gpu_are_ended_and_start_elsewhere() -> None:
     made, effects = planner(model("m", "vllm", gpus=1), nodes=(probed(gpu(0), gpu(1)),))
     assert started(effects) == [("unit-m-0", (0,))]
-    made.handle(plan.Ready("unit-m-0"), 1.0)
-    broken = plan.NodesSeen((probed(gpu(0, fault="Xid 79: it fell off the bus"), gpu(1)),))
+    made.handle(events.Ready("unit-m-0"), 1.0)
+    broken = events.NodesSeen((probed(gpu(0, fault="Xid 79: it fell off the bus"), gpu(1)),))
     effects = made.handle(broken, 2.0)
     assert stops(effects) == ["unit-m-0"]
     assert started(effects) == [("unit-m-1", (1,))]
@@ -475,7 +486,7 @@ def test_units_of_a_faulty_gpu_are_ended_and_start_elsewhere() -> None:
 def test_a_lack_whose_figures_change_is_one_failure() -> None:
     made, _ = planner(model("m", "vllm", gpus=1), nodes=(probed(gpu(0, free_mb=1000.0)),))
     for second in range(100):
-        made.handle(plan.NodesSeen((probed(gpu(0, free_mb=1000.0 + second)),)), float(second))
+        made.handle(events.NodesSeen((probed(gpu(0, free_mb=1000.0 + second)),)), float(second))
     [failure] = row(made)["failures"]
     assert "has 1099 MB free" in failure
 
@@ -483,20 +494,20 @@ def test_a_lack_whose_figures_change_is_one_failure() -> None:
 # --- demand and standby ----------------------------------------------------------------------
 
 
-def seen(requests: int = 0, refused: int = 0, **states: UnitState) -> plan.Seen:
+def seen(requests: int = 0, refused: int = 0, **states: UnitState) -> events.Seen:
     named = tuple((f"unit-sim-{name[1:]}", int(state)) for name, state in states.items())
-    return plan.Seen(Outlook((), (Demand("sim", requests, refused),), named))
+    return events.Seen(Outlook((), (Demand("sim", requests, refused),), named))
 
 
-def become_ready(made: Planner, *numbers: int, now_s: float = 1.0) -> list[plan.Effect]:
+def become_ready(made: Planner, *numbers: int, now_s: float = 1.0) -> list[events.Effect]:
     effects = []
     for number in numbers:
-        made.handle(plan.Placed(f"unit-sim-{number}"), now_s)
-        effects += made.handle(plan.Ready(f"unit-sim-{number}", (), "first"), now_s)
+        made.handle(events.Placed(f"unit-sim-{number}"), now_s)
+        effects += made.handle(events.Ready(f"unit-sim-{number}", (), "first"), now_s)
     return effects
 
 
-def roles(effects: list[plan.Effect]) -> list[tuple[str, Role]]:
+def roles(effects: list[events.Effect]) -> list[tuple[str, Role]]:
     return [(effect.unit_id, effect.role) for effect in effects if isinstance(effect, SetRole)]
 
 
@@ -558,7 +569,7 @@ def test_a_pool_without_standby_grows_and_shrinks_too() -> None:
     assert made.handle(seen(3), 100.0) == []
     effects = made.handle(seen(3), 13.0 + SHRINK_AFTER_S)
     assert [effect for effect in effects if isinstance(effect, StopUnit)] == [
-        StopUnit("unit-sim-2", "not wanted any more", plan.REPLACE_GRACE_S)
+        StopUnit("unit-sim-2", "not wanted any more", REPLACE_GRACE_S)
     ], "two were needed at the beginning of that time"
 
 
@@ -572,9 +583,9 @@ def test_a_model_without_units_gets_one_when_a_request_was_refused() -> None:
 def test_a_second_pool_takes_what_the_first_one_cannot() -> None:
     pools = [{"name": "a", "max_units": 2}, {"name": "b", "min_units": 0, "max_units": 2}]
     made, _ = planner(model(pools=pools, max_running=10))
-    made.handle(plan.Placed("unit-sim-a-0"), 1.0)
-    made.handle(plan.Ready("unit-sim-a-0"), 1.0)
-    effects = made.handle(plan.Seen(Outlook((), (Demand("sim", 20, 0),))), 2.0)
+    made.handle(events.Placed("unit-sim-a-0"), 1.0)
+    made.handle(events.Ready("unit-sim-a-0"), 1.0)
+    effects = made.handle(events.Seen(Outlook((), (Demand("sim", 20, 0),))), 2.0)
     assert starts(effects) == ["unit-sim-a-1", "unit-sim-b-0"]
 
 
@@ -587,6 +598,6 @@ def test_a_view_that_lacks_units_says_nothing_of_their_roles() -> None:
 
 def test_an_adopted_unit_keeps_its_role() -> None:
     made = Planner(Config(models=(model(min_units=0, max_units=1, standby={"warm": 1}),)))
-    made.handle(plan.Adopted("unit-sim-0", "sim", "n1", role=Role.WARM), 0.0)
-    assert made.handle(plan.NodesSeen((NODE,)), 0.0) == []
+    made.handle(events.Adopted("unit-sim-0", "sim", "n1", role=Role.WARM), 0.0)
+    assert made.handle(events.NodesSeen((NODE,)), 0.0) == []
     assert row(made)["serving"] == 0
