@@ -39,9 +39,10 @@ from gateway.pipeline.prefix import prompt_prefix  # noqa: E402
 from grid import heap  # noqa: E402
 from grid.words import Message, PlacementRequest, Precision, UnitCard, UnitLoad  # noqa: E402
 from placement.decide import decide  # noqa: E402
-from placement.fleet import Rules, View  # noqa: E402
+from placement.fleet import View  # noqa: E402
 from placement.prefixes import END_TOKENS  # noqa: E402
 from placement.reports import Spent  # noqa: E402
+from placement.rules import Rules  # noqa: E402
 
 FLEETS = (10, 100, 1_000, 10_000, 100_000)
 REGIONS = ("us-east-1", "eu-central-1", "ap-northeast-1")

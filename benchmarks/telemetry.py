@@ -42,7 +42,8 @@ from grid.wire.codec import Decoder, encode  # noqa: E402
 from grid.wire.messages import ReportNode, WireMessage  # noqa: E402
 from grid.words import GpuCard, GpuSample, NodeCard  # noqa: E402
 from placement import samples  # noqa: E402
-from placement.fleet import Rules, View  # noqa: E402
+from placement.fleet import View  # noqa: E402
+from placement.rules import Rules  # noqa: E402
 
 GPUS = 1_000
 GPUS_A_NODE = 8

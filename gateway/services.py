@@ -30,7 +30,7 @@ from grid.tracing.exporter import ExportingTracer, open_tracer
 from grid.wire.link import LinkPool, Resolve
 from grid.words import UnitState, new_id
 from placement.client import PlacementClient
-from placement.fleet import Rules
+from placement.rules import Rules
 
 if TYPE_CHECKING:
     from grid.ray_figures import RayFigures

@@ -41,11 +41,12 @@ from placement import samples, traces
 from placement.canary import Canaries
 from placement.decide import decide
 from placement.dispatch import Answer, Dispatch
-from placement.fleet import Rules, View
+from placement.fleet import View
 from placement.freshness import TICK_S
 from placement.intake import Intake
 from placement.queue import Limits
 from placement.reports import Spent
+from placement.rules import Rules
 from placement.samples import Batch
 
 log = logging.getLogger(__name__)

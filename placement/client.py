@@ -21,7 +21,7 @@ from grid.wire.link import Link, Peer, Reconnecting, Resolve
 from grid.wire.messages import Decided, DrainUnit, Fleet, Place, Refused, Settle, Watch, WireMessage
 from grid.words import Decision, FleetUnit, PlacementRequest
 from placement.fallback import LastView
-from placement.fleet import Rules
+from placement.rules import Rules
 
 log = logging.getLogger(__name__)
 

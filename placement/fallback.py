@@ -20,7 +20,8 @@ from grid.words import UNKNOWN, Decision, FleetUnit, PlacementRequest, UnitLoad
 from placement.columns import Ints
 from placement.decide import decide, region_tiers
 from placement.filters import Question, Sifted
-from placement.fleet import Rules, View
+from placement.fleet import View
+from placement.rules import Rules
 
 CHOICES = 2
 """Of two at random the better one: nearly as even as the best of all, without anybody's knowing the rest."""

@@ -23,7 +23,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from grid.config import Config
 from grid.errors import InvalidRequest, Saturated
 from grid.samples import Floats, Ints, load_of
 from grid.words import (
@@ -49,10 +48,10 @@ from placement.newest import Newest
 from placement.prefixes import Prefixes, UnitPrefixes
 from placement.reports import NOTHING_SPENT, Spent, card_flaw, spent_flaw
 from placement.reservations import Ledger, Reservation
+from placement.rules import Rules
 from placement.samples import Batch
 from placement.slowness import Slowness
 from placement.speeds import Speeds, UnitSpeed, prompt_work
-from placement.targets import Targets
 
 MAX_UNITS = 100_000
 """Ten times what one cell is built for; beyond it, registration is refused."""
@@ -65,39 +64,6 @@ LONGEST_PACED_S = 1.0
 """Between two samples: after a longer silence nothing is known of the pace."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The cell's settings that a decision depends on."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Alias to model."""
-    lease_s: float = 30.0
-    stale_after_s: float = 0.5
-    prefer_region_wait_ms: float = 2000.0
-    round_trip_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of a gateway's region to those of units; "" stands for the cell's own. What is not here is near."""
-    targets: Targets = Targets()  # noqa: RUF009 - it is immutable
-    isolated_share_max: float = 0.5
-
-    @classmethod
-    def of(cls, config: Config) -> Rules:
-        placement = config.placement
-        targets = placement.targets
-        return cls(
-            aliases={name: alias.model for name, alias in config.aliases.items()},
-            lease_s=config.placement.lease_s,
-            stale_after_s=config.placement.stale_after_ms / 1e3,
-            prefer_region_wait_ms=config.placement.prefer_region_wait_ms,
-            isolated_share_max=config.placement.isolated_share_max,
-            round_trip_ms={"": placement.round_trip_ms} if placement.round_trip_ms else {},
-            targets=Targets(targets.ttft_ms, targets.ttft_ms_per_prompt_token, targets.tpot_ms),
-        )
-
-    def model(self, name: str) -> str:
-        """Return the model that `name` stands for: an alias' target, else itself."""
-        return self.aliases.get(name, name)
 
 
 @dataclass(slots=True)

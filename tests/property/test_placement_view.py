@@ -20,10 +20,11 @@ from grid.words import Decision, NodeCard, PlacementRequest, UnitCard, UnitLoad,
 from placement import cost, samples
 from placement.decide import decide
 from placement.dispatch import Answer, Dispatch
-from placement.fleet import Rules, View
+from placement.fleet import View
 from placement.lines import URGENT
 from placement.queue import Limits
 from placement.reports import Spent
+from placement.rules import Rules
 
 LEASE_S = 3.0
 OUTCOMES = ("done", "cancelled", "refused")

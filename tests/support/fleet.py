@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from grid.words import PlacementRequest, Precision, Task, UnitCard, UnitLoad, UnitState
-from placement.fleet import Rules, View
+from placement.fleet import View
+from placement.rules import Rules
 
 
 def make_card(unit_id: str = "u0", **changes: Any) -> UnitCard:

@@ -13,7 +13,7 @@ from grid.errors import NoEligibleUnit, Overloaded
 from grid.wire.messages import Fleet
 from grid.words import UNKNOWN, FleetUnit, UnitState
 from placement.fallback import LastView
-from placement.fleet import Rules
+from placement.rules import Rules
 
 
 def pushed(

@@ -13,8 +13,9 @@ from grid.errors import InvalidRequest, Saturated
 from grid.words import UNKNOWN, UnitState
 from placement.columns import Names
 from placement.decide import decide
-from placement.fleet import Rules, View
+from placement.fleet import View
 from placement.freshness import MASS_STALE_UNITS, ObservedClock, fresh
+from placement.rules import Rules
 
 GATEWAY = 90
 FIRST, SECOND = make_request("req_1"), make_request("req_2")

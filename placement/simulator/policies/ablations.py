@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from grid.words import PlacementRequest
-from placement.fleet import Rules
+from placement.rules import Rules
 from placement.simulator.policies.grid import Grid
 from placement.simulator.seen import Arrival, Ended
 from placement.targets import NO_TARGETS

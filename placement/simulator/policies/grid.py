@@ -16,11 +16,12 @@ from grid.words import Decision, PlacementRequest, Precision, Task, UnitCard, Un
 from placement.decide import decide
 from placement.dispatch import Answer
 from placement.dispatch import Dispatch as Dispatcher
-from placement.fleet import Rules, View
+from placement.fleet import View
 from placement.freshness import TICK_S
 from placement.prefixes import END_TOKENS, MAX_BLOCKS
 from placement.queue import Limits
 from placement.reports import Spent
+from placement.rules import Rules
 from placement.simulator.kv import BLOCK_TOKENS
 from placement.simulator.policies.base import Policy, Setting
 from placement.simulator.seen import Arrival, Dispatch, Ended, UnitReport

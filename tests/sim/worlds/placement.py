@@ -21,8 +21,9 @@ from grid.wire.messages import (
     WireMessage,
 )
 from placement.decide import decide
-from placement.fleet import Rules, View
+from placement.fleet import View
 from placement.freshness import TICK_S
+from placement.rules import Rules
 
 PUSH_S = 0.05
 RESTART_S = 0.5
