@@ -1,4 +1,4 @@
-"""Its folder is on the path of every test, so that helpers are imported as `support.…`."""
+"""Its folder is on the path of every test, so that what tests share is imported as `support.…`."""
 
 from __future__ import annotations
 
