@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +7,7 @@ import yaml
 
 from grid.config import Config, Model, Section, load, parse
 from grid.errors import InvalidRequest
+from grid.model import Pool
 from grid.words import Precision
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,12 @@ def test_the_documented_file_names_every_key() -> None:
 
     assert missing(Config, data) == []
     assert missing(Model, data["models"][0]) == []
+
+
+def test_the_documented_file_names_every_key_of_a_pool() -> None:
+    text = (ROOT / "grid.yaml").read_text(encoding="utf-8")
+    [about] = re.findall(r"^# A pool is .*?:$", text, re.MULTILINE | re.DOTALL)
+    assert [name for name in Pool.model_fields if not re.search(rf"\b{name}\b", about)] == []
 
 
 def test_the_simulated_cell_runs_the_demo_contract_on_four_simulated_units() -> None:
