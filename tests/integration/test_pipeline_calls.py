@@ -55,6 +55,7 @@ OF_TIME_OR_DRY_RUNS = {"decided_dry", "reports_of_units", "batches_of_nodes", "c
 async def state_of(cell: LocalCell) -> dict[str, Any]:
     """Everything that a call could leave behind: in Redis, in placement, in the units."""
     await cell.until_idle()  # what earlier calls left is still being settled
+    await cell.services.recorder.flush()
     redis = cell.services.redis
     keys = [key async for key in redis.scan_iter() if not key.startswith(b"zg:lease:")]
     stats = await cell.placement.stats()
