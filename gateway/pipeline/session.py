@@ -411,9 +411,9 @@ class Session:
         """An attempt has ended early: go on with the other one or with a new one, or end with `error`."""
         self._attempts.lost(attempt)
         self._give_up(attempt, _blamed(error, outcome), now_s)
-        if self._attempts.live:
-            return
         self._loss = error
+        if self.phase is Phase.ENDING or (self._attempts.live and self._rest_tokens):
+            return  # `_close` does without figures; or the other goes on, if there is something to go on with
         if self.phase is Phase.STREAMING:
             self._go_on(error, now_s)
         elif isinstance(error, TRIED_ELSEWHERE) and self._attempts.may_open:

@@ -132,6 +132,16 @@ def test_a_failure_comes_after_all_that_was_received() -> None:
     assert (fail.error.code, fail.usage) == ("deadline_exceeded", (7, 3, 2, 0.0))
 
 
+def test_a_unit_that_breaks_the_protocol_after_the_text_has_ended_is_not_replaced() -> None:
+    session = streaming(stops=("END",))
+    frames(session, 1.1, Tokens(1, 1, 0, (1,), "END"))
+    assert [type(effect) for effect in frames(session, 1.11, accepted(1))] == [
+        st.GiveUp,
+        st.Settle,
+        st.Finish,
+    ]
+
+
 # --- before a unit accepts ----------------------------------------------------------------------------
 
 
@@ -401,3 +411,22 @@ def test_an_answer_that_is_nearly_done_stays_to_its_end() -> None:
     session = streaming(max_output_tokens=machine.SHORT_REST_TOKENS)
     assert session.handle(st.Leaving(1), 1.2) == []
     assert session.due_s == math.inf
+
+
+def test_an_answer_that_said_all_before_its_unit_went_needs_no_other() -> None:
+    session = draining()
+    frames(session, 1.3, Tokens(1, 1, 1, tuple(range(99)), "x" * 99))
+    effects = session.handle(st.LinkLost(1, UnitLost("gone")), 1.31)
+    assert st.GiveUp(2) in effects
+    assert isinstance(effects[-1], st.Finish)
+    assert effects[-1].finish_reason == "length"
+
+
+def test_where_the_second_attempt_finds_no_unit_the_loss_of_the_first_is_told() -> None:
+    session = started()
+    session.handle(st.Placed(1, "r/1", "unit-1"), 1.0)
+    session.handle(st.Suspected(1), 1.1)
+    session.handle(st.LinkLost(1, UnitLost("gone")), 1.2)
+    (fail,) = session.handle(st.NotPlaced(2, NoEligibleUnit("none")), 1.3)
+    assert isinstance(fail, st.Fail)
+    assert fail.error.code == "unit_lost"
