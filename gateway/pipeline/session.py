@@ -386,7 +386,7 @@ class Session:
     def _commit(self, attempt: Attempt, now_s: float) -> None:
         """This attempt has the next token, so the answer is its own: the other one is given up."""
         for other in self._others(attempt):
-            if not other.takes_over:
+            if not other.takes_over or self._order.bound_by:
                 self._give_up(other, "failed" if other.is_suspect else "cancelled", now_s)
         attempt.is_suspect = False
         self._attempts.progressed()

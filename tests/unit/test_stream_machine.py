@@ -430,3 +430,10 @@ def test_where_the_second_attempt_finds_no_unit_the_loss_of_the_first_is_told() 
     (fail,) = session.handle(st.NotPlaced(2, NoEligibleUnit("none")), 1.3)
     assert isinstance(fail, st.Fail)
     assert fail.error.code == "unit_lost"
+
+
+def test_an_answer_that_has_become_bound_to_its_unit_is_not_taken_over() -> None:
+    session = streaming(max_output_tokens=100, bound_by="it is bound")
+    assert isinstance(session.handle(st.Leaving(1), 1.05)[0], st.Place)
+    assert frames(session, 1.1, Tokens(1, 1, 0, (1,), "a")) == [st.GiveUp(2), Chunk(0, "a", 1)]
+    assert session.due_s == math.inf, "nor is that tried again"
