@@ -307,7 +307,7 @@ class Session:
             self._fault(attempt, f"more than {self._order.max_output_tokens} output tokens", now_s)
             return
         if coming:
-            if not attempt.tokens or len(self._attempts.live) > 1:
+            if not attempt.tokens or attempt.is_suspect or len(self._attempts.live) > 1:
                 self._commit(attempt, now_s)
             attempt.tokens += coming
         answer.take(ids, message.text, now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -373,6 +374,20 @@ def test_a_second_attempt_that_fails_harms_nobody() -> None:
     effects = session.handle(st.Frames(2, [Failed(1, 2, "internal_error", "no")]), 1.3)
     assert settled(effects) == [("r/2", "failed", 0)]
     assert frames(session, 1.4, Tokens(1, 1, 1, (2,), "b")) == [Chunk(1, "b", 1)]
+
+
+def test_second_attempts_that_broke_are_forgotten_once_the_first_speaks_again() -> None:
+    session = streaming()
+    frames(session, 1.1, Tokens(1, 1, 0, (0,), "a"))
+    for number in range(1, MAX_BREAKS + 1):
+        assert session.can_hedge(1)
+        session.handle(st.Suspected(1), 1.2)
+        goes_on(session, number + 1, 1.2)
+        session.handle(st.LinkLost(number + 1, UnitLost("gone")), 1.3)
+        frames(session, 1.4, Tokens(1, 1, number, (number,), "a"))
+    assert st.Place(MAX_BREAKS + 2, ANY, MAX_BREAKS + 1, 8 - MAX_BREAKS - 1, "f") in session.handle(
+        st.LinkLost(1, UnitLost("gone")), 1.5
+    )
 
 
 # --- a unit that drains -------------------------------------------------------------------------------
