@@ -1,10 +1,11 @@
 """What a gateway decides by while the placement actor is away: the view of the fleet that it was pushed last.
 
 The same filters, without the rule on freshness, since nothing is fresh: residency never relaxes. Of the units
-that pass, two are drawn and the cheaper one is taken, so that gateways which know nothing of each other do
-not all choose the same. Where none passes, a unit on standby is: its first request takes it in. Loads are
-those of the last push and what was decided here since; a unit that seems full may have room by now, and one
-that seems free may have none: its own admission is the truth. Pure.
+that pass, of those on the variant that an answer began on if there are any, two are drawn and the cheaper one
+is taken, so that gateways which know nothing of each other do not all choose the same. Where none passes, a
+unit on standby is: its first request takes it in. Loads are those of the last push and what was decided here
+since; a unit that seems full may have room by now, and one that seems free may have none: its own admission
+is the truth. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from grid.wire.messages import Fleet
 from grid.words import UNKNOWN, Decision, FleetUnit, PlacementRequest, UnitLoad
 from placement.columns import Ints
-from placement.decide import decide, region_tiers
+from placement.decide import decide, other_variants, region_tiers
 from placement.filters import Question, Sifted
 from placement.fleet import View
 from placement.rules import Rules
@@ -60,12 +61,16 @@ class LastView:
 
 
 def drawn(question: Question, sifted: Sifted, *, rng: random.Random, even_full: bool) -> Ints:
-    """Return up to CHOICES of the units that may run it, of the most preferred region that has any."""
+    """Return up to CHOICES of the units that may run it: of the preferred variant if it has any, and of
+    these of the most preferred region that has any."""
     rows = sifted.rows
     for code in ("standby", "saturated") if even_full else ("standby",):
         if not len(rows):
             rows = sifted.rows_of(code)
-    preferred = question.request.prefer_regions
+    preferred, fingerprint = question.request.prefer_regions, question.request.prefer_fingerprint
+    if fingerprint and len(rows):
+        same = rows[~other_variants(question.view, fingerprint)[rows]]
+        rows = same if len(same) else rows
     if preferred and len(rows):
         tiers = region_tiers(question.view, preferred)[rows]
         rows = rows[tiers == tiers.min()]

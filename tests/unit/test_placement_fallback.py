@@ -113,3 +113,15 @@ def test_work_is_spread_and_the_loaded_unit_gets_little() -> None:
 def test_a_preferred_region_comes_first() -> None:
     view = last(*(pushed(f"u{n}", region="us" if n else "eu") for n in range(6)))
     assert {choose(view, number, prefer_regions=("eu",)) for number in range(4)} == {"u0"}
+
+
+def test_an_answer_goes_on_on_its_own_variant_before_all_else() -> None:
+    view = last(
+        *(
+            pushed(f"u{n}", region="us" if n == 0 else "eu", fingerprint="a" if n < 2 else "b")
+            for n in range(9)
+        )
+    )
+    wanted = {"prefer_fingerprint": "a", "prefer_regions": ("eu",)}
+    assert {choose(view, number, **wanted) for number in range(4)} == {"u1"}
+    assert choose(view, 5, prefer_fingerprint="none has it") in {f"u{n}" for n in range(9)}
