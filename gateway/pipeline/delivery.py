@@ -114,6 +114,8 @@ class Delivery:
         """Of the attempt that the answer comes from; before one is accepted, of the newest."""
         self._placing_s = self._queued_s = 0.0
         self._begun = False
+        self._refusal: GridError | None = None
+        """Why no unit accepted: to be raised to whoever waits, whichever task heard of it."""
         self.documents_used = 0
         """Of those offered, once a unit has accepted."""
         self._sent: list[str] = []
@@ -140,6 +142,8 @@ class Delivery:
             else:
                 for flight, news in await self._flights.read_any(due_s):
                     self._take(flight, news)
+        if self._refusal is not None:
+            raise self._refusal
         events, self._events = self._events, []
         return events
 
@@ -405,7 +409,8 @@ class Delivery:
         self._noted.step(self._timing(effect.usage, None, now_s), effect.error)
         self._end_span(now_s, effect.usage, error=effect.error.code)
         if not self._begun:
-            raise effect.error
+            self._refusal = effect.error
+            return
         usage = self._before.usage + effect.usage
         self._events.append(RunFailed(effect.error, usage, "".join(self._sent)))
 

@@ -27,6 +27,7 @@ from support.scripted import (
 from gateway.observe.story import Story
 from gateway.pipeline import delivery, farewell, watch
 from gateway.pipeline.alarm import Alarm
+from gateway.pipeline.attempts import MAX_TRIES
 from gateway.pipeline.context import Context, Found, all_retrieved
 from gateway.pipeline.contract import StreamControl
 from gateway.pipeline.events import (
@@ -225,6 +226,39 @@ async def test_a_unit_that_is_not_reached_is_raced(monkeypatch: pytest.MonkeyPat
         ("req_1/generation-1/1", "failed", 0),
         ("req_1/generation-1/2", "done", 2),
     ]
+
+
+async def test_where_every_slow_dial_fails_the_last_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "SLOW_DIAL_S", 0.0)
+    monkeypatch.setattr(watch, "HEDGE_BURST", 0.0)
+
+    class Far(Links):
+        async def get(self, host: str, port: int) -> Any:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return await super().get(host, port)
+
+    placing, links = Placing(), Far(*[UnitLost("too far")] * MAX_TRIES)
+    with pytest.raises(UnitLost, match="too far"):
+        await run(planned(GENERATE), placing, links)
+    assert [outcome for _, outcome, _ in placing.settled] == ["failed"] * MAX_TRIES
+
+
+async def test_a_race_that_nobody_begins_to_run_is_told() -> None:
+    placing, links = Placing(), Links([])
+    events = Runner(placement=placing, links=links, retrieval=Searching()).run(planned(GENERATE))
+    waiting = asyncio.ensure_future(anext(events))
+    await until(lambda: links.streams and links.streams[0].is_read)
+    placing.hold = asyncio.Event()
+    placing.answers.append(NoEligibleUnit("no other"))
+    assert links.streams[0].on_silent is not None
+    links.streams[0].on_silent()
+    await until(lambda: len(placing.asked) == 2)
+    links.streams[0].bring([Refused(1, "saturated", "full", "", 1.0)])
+    await until(lambda: placing.settled)
+    placing.hold.set()
+    with pytest.raises(Saturated, match="full"):
+        await waiting
 
 
 async def test_a_race_that_finds_no_unit_costs_nothing() -> None:
