@@ -178,6 +178,7 @@ class Delivery:
             self._doubt(flight)
         elif isinstance(news, GridError):
             self._handle(st.LinkLost(flight.number, news))
+            self._flights.drop(flight)  # also where only a tail is still to leave: it can't be read again
         elif news:
             self._handle(st.Frames(flight.number, news))
 

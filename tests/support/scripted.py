@@ -72,6 +72,8 @@ class Stream:
         self.is_closed = False
         self.is_read = False
         """Somebody waits for more than the script holds."""
+        self.times_lost = 0
+        """How often a reader was told that the stream is lost: it stays so."""
         self.on_silent: Callable[[], None] | None = None
         self._brought = asyncio.Event()
 
@@ -89,6 +91,8 @@ class Stream:
             self._brought.clear()
         batch = self._script.pop(0)
         if isinstance(batch, GridError):
+            self._script.append(batch)
+            self.times_lost += 1
             raise batch
         return batch
 

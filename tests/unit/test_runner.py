@@ -395,6 +395,18 @@ async def test_a_held_token_leaves_when_it_is_due() -> None:
     await events.aclose()
 
 
+async def test_a_link_that_is_lost_while_a_tail_waits_is_read_no_more() -> None:
+    plan = planned(GENERATE)
+    assert plan.generation is not None
+    control = StreamControl(min_tokens_per_chunk=9, max_latency_ms=20, flush_on_eos=False)
+    plan = replace(plan, steps=(replace(plan.generation, stream_control=control),))
+    links = Links([ANSWER, UnitLost("gone")])
+    *_, chunk, finished = await run(plan, Placing(), links)
+    assert chunk == Chunk(0, "Hello", 2)
+    assert isinstance(finished, Finished)
+    assert links.streams[0].times_lost == 1
+
+
 async def test_a_run_s_time_is_limited() -> None:
     placing, links = Placing(), Links([ANSWER[:2]])
     events = await run(replace(planned(GENERATE), time_limit_s=0.02), placing, links)
