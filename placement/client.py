@@ -108,6 +108,8 @@ class PlacementClient:
         has_waited = False
         while True:
             link = self._reconnecting.link
+            if link is None:
+                self._there.clear()  # its end is heard only once its connection is closed
             if link is not None and (self._there.is_set() or not self._fleet.units):
                 try:
                     return await self._ask(link, request, deadline_s)

@@ -203,6 +203,25 @@ async def test_the_time_that_a_caller_has_is_up_in_time(cell: Cell) -> None:
     assert cell.actor.figures()["waiting"] == 0
 
 
+async def test_who_waits_goes_on_waiting_when_placement_says_goodbye(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement.client, "AWAY_S", 60.0)
+    await cell.unit(make_card(max_running=1))
+    async with cell.client() as client:
+        await client.place(make_request("req_1"), 5)
+        await until(lambda: client.fleet.units and client.fleet.units[0].reserved == 1)
+        waiting = asyncio.create_task(client.place(make_request("req_2"), 30))
+        await until(lambda: cell.actor.figures()["waiting"] == 1)
+        await cell.down()
+        await until(lambda: not client._there.is_set())
+        assert not waiting.done(), "the unit is full, and the next placement is soon there"
+        assert client.decided_alone == 0
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
 async def test_who_waits_asks_again_when_placement_restarts(cell: Cell) -> None:
     card = make_card(max_running=1)
     await cell.unit(card)
