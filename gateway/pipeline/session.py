@@ -387,6 +387,8 @@ class Session:
         """This attempt has the next token, so the answer is its own: the other one is given up."""
         for other in self._others(attempt):
             if not other.takes_over or self._order.bound_by:
+                if other.is_suspect:
+                    self._attempts.lost(other)
                 self._give_up(other, "failed" if other.is_suspect else "cancelled", now_s)
         attempt.is_suspect = False
         self._attempts.progressed()

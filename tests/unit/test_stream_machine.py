@@ -362,6 +362,14 @@ def test_whoever_has_the_next_token_first_has_the_answer() -> None:
     assert session.late_frames == 2
 
 
+def test_a_unit_that_lost_the_answer_to_another_is_left_out_when_that_is_lost_too() -> None:
+    session = suspected()
+    frames(session, 1.3, Tokens(1, 2, 1, (2,), "b"))
+    *_, place = session.handle(st.LinkLost(2, UnitLost("gone")), 1.4)
+    assert isinstance(place, st.Place)
+    assert set(place.excluded) == {"unit-1", "unit-2"}
+
+
 def test_a_lost_unit_leaves_the_answer_to_the_second_attempt() -> None:
     session = suspected()
     assert settled(session.handle(st.LinkLost(1, UnitLost("gone")), 1.3)) == [("r/1", "failed", 1)]
