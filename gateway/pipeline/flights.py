@@ -66,6 +66,12 @@ class Flight:
         if self.stream is not None:
             self.stream.send(Cancel(self.stream.id, self.number))
 
+    def unread(self) -> None:
+        """Let its stream be read directly again: only there is its silence noticed."""
+        if self.reader is not None and not self.reader.done():
+            self.reader.cancel()  # what has come meanwhile stays in the stream
+            self.reader = None
+
     def halt(self) -> None:
         """End its tasks; the stream stays."""
         if self.placing is not None and self.placing is not asyncio.current_task():
@@ -124,6 +130,9 @@ class Flights:
             self._watch.ends(flight.unit_id, self._owner)
         if flight.stream is not None:
             flight.stream.close()
+        if len(self._all) == 1:
+            for left in self._all.values():
+                left.unread()
 
     def close(self) -> None:
         for flight in self:

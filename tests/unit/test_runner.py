@@ -183,6 +183,20 @@ async def test_a_unit_that_never_begins_to_speak_is_raced(monkeypatch: pytest.Mo
     ]
 
 
+async def test_a_unit_that_stays_silent_is_raced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "STUCK_LEAST_S", 0.01)
+    third = [message._replace(attempt=3) for message in REST[::2]]  # type: ignore[call-arg]
+    third.insert(1, Tokens(1, 3, 2, (3,), ", you"))
+    placing, links = Placing(), Links([ANSWER[:2]], [third])
+    plan = replace(planned(GENERATE), time_limit_s=5.0)
+    events = Runner(placement=placing, links=links, retrieval=Searching()).run(plan)
+    await anext(events)
+    placing.answers.append(NoEligibleUnit("none now"))
+    rest = [event async for more in events for event in more]
+    assert isinstance(rest[-1], Finished)
+    assert [request.attempt for request in placing.asked] == [1, 2, 3]
+
+
 async def test_a_unit_that_speaks_again_ends_the_race() -> None:
     placing, links = Placing(), Links([ANSWER[:2]], [REST[:1]])
     runner = Runner(placement=placing, links=links, retrieval=Searching())
