@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from grid.wire.messages import Fleet
-from grid.words import UNKNOWN, Decision, FleetUnit, PlacementRequest, UnitLoad
+from grid.words import UNKNOWN, Decision, FleetUnit, PlacementRequest, UnitLoad, UnitState
 from placement.columns import Ints
 from placement.decide import decide, other_variants, region_tiers
 from placement.filters import Question, Sifted
@@ -41,8 +41,9 @@ class LastView:
             self._view.join(unit.card, 0)
             if unit.sample_age_ms != UNKNOWN:  # who never reported is not known to be ready
                 self._view.report([_as_seen(unit)], 0, NOW_S)
-        self._view.isolate({u.card.unit_id: u.isolated for u in fleet.units if u.isolated})
-        self._view.version = fleet.version
+        self._isolated = {u.card.unit_id: u.isolated for u in fleet.units if u.isolated}
+        self._view.isolate(self._isolated)
+        self._version = fleet.version
 
     def decide(self, request: PlacementRequest, rng: random.Random, *, even_full: bool = False) -> Decision:
         """Choose a unit, and count the request there. `even_full` also tries those that seemed full.
@@ -51,9 +52,18 @@ class LastView:
         """
         decision = decide(request, self._view, NOW_S, rng, partial(drawn, rng=rng, even_full=even_full))
         if not request.dry_run:
+            self._take_in(decision.chosen.unit_id)
             self._view.withdraw(request.reservation_id)
             self._view.reserve(request, decision.chosen.unit_id, 0, NOW_S)
-        return decision._replace(stale_view=True)
+        return decision._replace(stale_view=True, fleet_version=self._version)
+
+    def _take_in(self, unit_id: str) -> None:
+        """One that was on standby serves from now on, and so has no more room than others."""
+        view, row = self._view, self._view.row(unit_id)
+        assert row is not None
+        if view.columns.state[row] >= UnitState.STANDBY and not view.columns.taken_in[row]:
+            view.take_in(row)
+            view.isolate(self._isolated)  # the verdict is another view's, and this one has just judged anew
 
     def settle(self, reservation_id: str) -> None:
         """End what was decided here; others' reservations are ignored."""

@@ -73,9 +73,13 @@ def test_a_full_unit_is_tried_only_where_that_is_asked_for() -> None:
 
 
 def test_a_unit_on_standby_is_taken_in_where_no_other_has_room() -> None:
-    spare = pushed("u1")._replace(load=make_load(make_card("u1"), state=int(UnitState.STANDBY)))
-    view = last(pushed(max_running=1), spare)
+    load = make_load(make_card("u1"), state=int(UnitState.STANDBY))
+    spare = pushed("u1", max_running=1)._replace(load=load)
+    view = last(pushed(max_running=1), spare, pushed("u2", isolated="failed 2 of 20"))
     assert [choose(view, number) for number in range(2)] == ["u0", "u1"]
+    with pytest.raises(Overloaded):
+        choose(view, 2)
+    assert view.decide(make_request("req_3"), random.Random(0), even_full=True).fleet_version == 77
 
 
 def test_what_was_decided_here_fills_units_until_it_is_settled() -> None:
