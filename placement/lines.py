@@ -56,6 +56,8 @@ class Waiting:
     """Of those that it prefers, the ones that it waits for; empty: for any."""
     number: int = 0
     """In order of arrival."""
+    was_held: bool = False
+    """It waited for `regions` alone, and no longer does."""
     passes: int = 0
     """How often a later one was served before it, for the gain."""
     passed_s: float = math.inf
@@ -82,32 +84,34 @@ class Fit(NamedTuple):
 class Turns:
     """One tenant's requests in one line, by rank. Removal from anywhere takes constant time."""
 
-    __slots__ = ("by_priority", "cost_ms", "count")
+    __slots__ = ("cost_ms", "count", "rows")
 
     def __init__(self) -> None:
-        self.by_priority: dict[int, OrderedDict[int, Waiting]] = {}
+        self.rows: dict[tuple[int, bool], OrderedDict[int, Waiting]] = {}
+        """By priority, and whether they were held before: each is in order of arrival, as holds end in it."""
         self.count = 0
         self.cost_ms = 0.0
 
-    def add(self, waiting: Waiting, first: bool) -> None:
-        row = self.by_priority.setdefault(waiting.request.priority, OrderedDict())
-        row[waiting.number] = waiting
-        if first:
-            row.move_to_end(waiting.number, last=False)
+    def add(self, waiting: Waiting) -> None:
+        self.rows.setdefault(_row_of(waiting), OrderedDict())[waiting.number] = waiting
         self.count += 1
         self.cost_ms += waiting.cost_ms
 
     def remove(self, waiting: Waiting) -> None:
-        row = self.by_priority[waiting.request.priority]
+        row = self.rows[_row_of(waiting)]
         del row[waiting.number]
         if not row:
-            del self.by_priority[waiting.request.priority]
+            del self.rows[_row_of(waiting)]
         self.count -= 1
         self.cost_ms -= waiting.cost_ms
 
     def __iter__(self) -> Iterator[Waiting]:
-        for priority in sorted(self.by_priority):
-            yield from self.by_priority[priority].values()
+        rows = [row.values() for row in self.rows.values()]
+        return iter(rows[0]) if len(rows) == 1 else heapq.merge(*rows, key=lambda each: each.rank)
+
+
+def _row_of(waiting: Waiting) -> tuple[int, bool]:
+    return waiting.request.priority, waiting.was_held
 
 
 @dataclass(slots=True)
@@ -142,7 +146,7 @@ class Line:
         self._order: list[tuple[tuple[float, int], str]] = []
         self._ordered: set[str] = set()
 
-    def add(self, waiting: Waiting, flow: Flow, *, first: bool) -> bool:
+    def add(self, waiting: Waiting, flow: Flow) -> bool:
         """Return whether its tenant is new here."""
         self.cost_ms += waiting.cost_ms
         if waiting.urgent:
@@ -155,7 +159,7 @@ class Line:
         if tenant not in self._ordered:
             self._ordered.add(tenant)
             heapq.heappush(self._order, (flow.turn, tenant))
-        self.turns[tenant].add(waiting, first)
+        self.turns[tenant].add(waiting)
         return is_new
 
     def remove(self, waiting: Waiting) -> bool:

@@ -95,7 +95,7 @@ class Queue:
         self._by_id[reservation_id] = waiting
         self._by_holder.setdefault(waiting.holder, {})[reservation_id] = waiting
         self._by_tenant[waiting.request.tenant_id] += 1
-        self._line_up(pool, waiting, flow, first=False)
+        self._line_up(pool, waiting, flow)
         self._note_end(waiting)
 
     def leave(self, reservation_id: str) -> Waiting | None:
@@ -127,11 +127,11 @@ class Queue:
             passed.passed_s = min(passed.passed_s, now_s)
 
     def let_go(self, waiting: Waiting, ask: Hashable) -> None:
-        """End its hold: from now on it asks for `ask`, and is the first of its tenant and priority there."""
+        """End its hold: from now on it asks for `ask`, and is there before its tenant's younger requests."""
         pool = self.pools[waiting.model]
         self._line_out(pool, waiting)
-        waiting.ask, waiting.held_until_s, waiting.regions = ask, math.inf, ()
-        self._line_up(pool, waiting, pool.flows[waiting.request.tenant_id], first=True)
+        waiting.ask, waiting.held_until_s, waiting.regions, waiting.was_held = ask, math.inf, (), True
+        self._line_up(pool, waiting, pool.flows[waiting.request.tenant_id])
         self._note_end(waiting)
 
     def due(self, now_s: float) -> list[Waiting]:
@@ -302,12 +302,12 @@ class Queue:
         else:
             pool.sweep()
 
-    def _line_up(self, pool: Pool, waiting: Waiting, flow: Flow, *, first: bool) -> None:
+    def _line_up(self, pool: Pool, waiting: Waiting, flow: Flow) -> None:
         line = pool.lines.get(waiting.ask)
         if line is None:
             line = pool.lines[waiting.ask] = Line(waiting)
             self._lines += 1
-        if line.add(waiting, flow, first=first):
+        if line.add(waiting, flow):
             self._lines_by_tenant[waiting.request.tenant_id] += 1
 
     def _line_out(self, pool: Pool, waiting: Waiting) -> None:

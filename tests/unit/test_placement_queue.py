@@ -123,6 +123,20 @@ def test_whoever_leaves_is_not_next() -> None:
     assert [each.stream for each in order(queue)] == [2, 4]
 
 
+def test_those_whose_holds_end_keep_their_order() -> None:
+    queue = Queue(ROOMY)
+    held = [waiting(n, ask="here") for n in (1, 2, 4)]
+    for each, ends_s in zip(held, (2.0, 2.0, 3.0), strict=True):
+        each.held_until_s, each.regions = ends_s, ("here",)
+    join(queue, *held[:2], waiting(3), held[2], waiting(5))
+    for now_s in (2.0, 3.0):
+        for each in queue.due(now_s):
+            queue.let_go(each, "any")
+    assert [each.stream for each in order(queue, 9, "any")] == [1, 2, 3, 4, 5]
+    assert queue.leave("req_2/s/0") is held[1]
+    assert [each.stream for each in order(queue, 9, "any")] == [1, 3, 4, 5]
+
+
 def test_a_hold_ends_at_the_head_of_the_new_line() -> None:
     queue = Queue(ROOMY)
     held = waiting(1, ask="here")
