@@ -21,7 +21,7 @@ from grid.errors import Cancelled, GridError, InternalError, Rejected, Saturated
 from grid.words import Decision, FleetQueue, PlacementRequest, UnitState
 from placement.columns import Floats, Ints, Mask
 from placement.decide import price, region_tiers
-from placement.filters import Question, asks, sift, standing
+from placement.filters import Question, Sifted, asks, sift, standing
 from placement.fleet import View
 from placement.lines import Fit, Line, Waiting
 from placement.queue import Limits, Queue
@@ -157,11 +157,12 @@ class Dispatch:
         if not np.count_nonzero(columns.state >= UnitState.STANDBY):
             return False
         question = Question(request, view, now_s)
-        rows = sift(question).rows_of("standby")
-        if question.fresh is not None:
-            rows = rows[question.fresh[rows]]
+        rows = _on_standby(question, sift(question))
         if not len(rows):
             return False
+        if request.prefer_regions:
+            tiers = region_tiers(view, request.prefer_regions)[rows]
+            rows = rows[tiers == tiers.min()]
         awake = rows[columns.state[rows] == UnitState.STANDBY]
         rows = awake if len(awake) else rows
         costs = price(request, view, view.forecast(request), rows)
@@ -169,6 +170,22 @@ class Dispatch:
         return True
 
     def _serve_pool(self, model: str, now_s: float) -> list[Answer]:
+        answers = self._give_out_free(model, now_s)
+        while self._take_in_for_waiting(model, now_s):
+            answers += self._give_out_free(model, now_s)
+        return answers
+
+    def _take_in_for_waiting(self, model: str, now_s: float) -> bool:
+        """Let a unit serve that is on standby only now, or that they did not want while they were held."""
+        if not np.count_nonzero(self._view.columns.state >= UnitState.STANDBY):
+            return False
+        return any(
+            self._fit(line, model, now_s).has_spare and self._take_in(line.first, now_s)
+            for line in self.queue.pools[model].lines.values()
+            if not line.regions
+        )
+
+    def _give_out_free(self, model: str, now_s: float) -> list[Answer]:
         answers: list[Answer] = []
         free = self._free(model, now_s)
         if np.count_nonzero(free):
@@ -303,12 +320,15 @@ class Dispatch:
         view, preferred = self._view, request.prefer_regions
         if not preferred or not self.queue.limits.wait_ms:
             return None
-        sifted = sift(Question(request, view, now_s))
+        question = Question(request, view, now_s)
+        sifted = sift(question)
         full = sifted.rows_of("saturated")
         if not len(full):
             return None
         tiers = region_tiers(view, preferred)
-        free_tier = tiers[sifted.rows].min(initial=len(preferred))
+        # Where nobody has room, one on standby is taken in: no reason to wait for a full one beside it.
+        free = sifted.rows if len(sifted.rows) else _on_standby(question, sifted)
+        free_tier = tiers[free].min(initial=len(preferred))
         for tier in np.unique(tiers[full]).astype(int).tolist():
             if tier >= free_tier:
                 return None
@@ -351,10 +371,12 @@ class Dispatch:
     def _fit(self, line: Line, model: str, now_s: float) -> Fit:
         view = self._view
         if line.fit is None or line.fit.fleet_version != view.version:
-            mask: Mask = standing(Question(line.first, view, now_s)).broken < 0
+            sifted = standing(Question(line.first, view, now_s))
+            mask: Mask = sifted.broken < 0
             if line.regions:
                 mask &= view.regions.where(lambda region: region in line.regions)[view.columns.region]
-            line.fit = Fit(view.version, mask, int(view.columns.max_running[mask].sum()))
+            has_spare = bool(len(sifted.rows_of("standby")))
+            line.fit = Fit(view.version, mask, int(view.columns.max_running[mask].sum()), has_spare)
         return line.fit
 
     def _free(self, model: str, now_s: float) -> Mask:
@@ -369,3 +391,9 @@ class Dispatch:
             return False
         fresh = view.fresh(now_s)[0]
         return fresh is None or bool(fresh[row])
+
+
+def _on_standby(question: Question, sifted: Sifted) -> Ints:
+    """Return the units on standby that could run it."""
+    rows = sifted.rows_of("standby")
+    return rows if question.fresh is None else rows[question.fresh[rows]]

@@ -79,6 +79,8 @@ class Fit(NamedTuple):
     fleet_version: int
     mask: Mask
     slots: int
+    has_spare: bool
+    """Units on standby could run it, too."""
 
 
 class Turns:

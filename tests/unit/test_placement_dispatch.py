@@ -435,3 +435,33 @@ def test_a_unit_serves_from_the_decision_until_it_says_that_it_is_on_standby_aga
     desk.settle(2)
     desk.ask()
     assert len(desk.dispatch.taken_in) == 2
+
+
+def test_who_prefers_a_region_takes_in_who_is_on_standby_there() -> None:
+    desk = Desk(slot(region="a"))
+    on_standby(desk, "u1", 2, region="b")
+    on_standby(desk, "u2", 3, region="a")
+    desk.ask()
+    assert unit_of(desk.ask(prefer_regions=("a",))) == "u2", "rather than to wait for the full one"
+
+
+def test_a_hold_that_ends_takes_in_who_is_on_standby_elsewhere() -> None:
+    desk = Desk(slot(region="a"))
+    on_standby(desk, "u1", 2, region="b")
+    desk.ask(allowed_regions=("a",))
+    assert desk.ask(prefer_regions=("a",)) == []
+    assert desk.serve(1.9) == []
+    assert unit_of(desk.serve(2.0)) == "u1"
+
+
+def test_who_waits_takes_in_who_comes_to_standby_before_anybody_later() -> None:
+    desk = Desk(slot())
+    desk.ask()
+    assert desk.ask() == [] == desk.ask()
+    on_standby(desk, "u1", 2)
+    [answer] = desk.ask()
+    assert (answer.request.request_id, unit_of([answer])) == ("req_2", "u1")
+    on_standby(desk, "u2", 3)
+    [answer] = desk.serve(0.1)
+    assert (answer.request.request_id, unit_of([answer])) == ("req_3", "u2")
+    assert desk.waiting == 1
