@@ -39,7 +39,7 @@ from grid.wire.messages import (
 from grid.words import Decision, Demand, FleetUnit, Outlook, PlacementRequest, UnitCard, UnitState
 from placement import samples, traces
 from placement.canary import Canaries
-from placement.decide import decide
+from placement.decide import Among, decide
 from placement.dispatch import Answer, Dispatch
 from placement.fleet import View
 from placement.freshness import TICK_S
@@ -283,10 +283,10 @@ class PlacementActor:
         self._gateways[peer.link_id] = peer
         self._tell(self._dispatch.place(message.request, peer.link_id, message.stream, now_s))
 
-    def _decide(self, request: PlacementRequest, now_s: float) -> Decision:
+    def _decide(self, request: PlacementRequest, now_s: float, among: Among) -> Decision:
         began_ns = time.perf_counter_ns()
         try:
-            decision = decide(request, self._view, now_s, self._rng)
+            decision = decide(request, self._view, now_s, self._rng, among)
         except GridError:
             raise
         except Exception as error:

@@ -50,14 +50,15 @@ Among = Callable[[Question, Sifted], Ints]
 """Which of a view's rows are priced, ascending."""
 
 
-def _eligible(question: Question, sifted: Sifted) -> Ints:
+def eligible(question: Question, sifted: Sifted) -> Ints:
+    """Return those with room."""
     if len(sifted.rows) or not question.request.dry_run:
         return sifted.rows
     return sifted.rows_of("standby")  # a call would take one in; a question about it doesn't
 
 
 def decide(
-    request: PlacementRequest, view: View, now_s: float, rng: random.Random, among: Among = _eligible
+    request: PlacementRequest, view: View, now_s: float, rng: random.Random, among: Among = eligible
 ) -> Decision:
     """Choose a unit for `request`; reserve nothing (that is the caller's next step, unless a dry run).
 

@@ -20,7 +20,7 @@ import numpy as np
 from grid.errors import Cancelled, GridError, InternalError, Rejected, Saturated
 from grid.words import Decision, FleetQueue, PlacementRequest, UnitState
 from placement.columns import Floats, Ints, Mask
-from placement.decide import price, region_tiers
+from placement.decide import Among, eligible, price, region_tiers
 from placement.filters import Question, Sifted, asks, sift, standing
 from placement.fleet import View
 from placement.lines import Fit, Line, Waiting
@@ -38,7 +38,7 @@ MAX_PASSES = 8
 MAX_PASSED_S = 0.5
 """Whoever was passed over so often, or since so long, is next."""
 
-Decide = Callable[[PlacementRequest, float], Decision]
+Decide = Callable[[PlacementRequest, float, Among], Decision]
 """As `decide.decide` with view and chance bound. Raises GridError."""
 
 
@@ -64,7 +64,7 @@ class Dispatch:
     def place(self, request: PlacementRequest, holder: int, stream: int, now_s: float) -> list[Answer]:
         """Decide and reserve, or let it wait: then it is answered by a later event."""
         if request.dry_run:
-            return [Answer(holder, stream, request, self._told(request, now_s))]
+            return [Answer(holder, stream, request, self._told(request, holder, now_s))]
         # Asked again, by a gateway that lost its link or its patience: what was before is void.
         answers = self.end(request.reservation_id, now_s)
         pool = self.queue.pools.get(self._view.rules.model(request.model))
@@ -135,19 +135,34 @@ class Dispatch:
 
     # --- deciding ---------------------------------------------------------------------------
 
-    def _told(self, request: PlacementRequest, now_s: float) -> Decision | GridError:
+    def _told(self, request: PlacementRequest, holder: int, now_s: float) -> Decision | GridError:
+        """Return what a call would be told now: of a full unit that it would wait for, that it goes there."""
         try:
-            return self._decide(request, now_s)
+            decision = self._decide(request, now_s, eligible)
+            held = self._worth_waiting(request, holder, 0, now_s)
+            if held is None or not self.queue.has_room(held):
+                return decision
+            tiers, awaited = region_tiers(self._view, request.prefer_regions), len(held.regions)
+
+            def full(_: Question, sifted: Sifted) -> Ints:
+                rows = sifted.rows_of("saturated")
+                return rows[tiers[rows] < awaited]
+
+            return decision._replace(
+                chosen=self._decide(request, now_s, full).chosen,
+                next_best=(decision.chosen, *decision.next_best),
+                candidates=decision.candidates + 1,
+            )
         except GridError as refused:
             return refused
 
     def _reserve(self, request: PlacementRequest, holder: int, now_s: float, queued_ms: float) -> Decision:
         try:
-            decision = self._decide(request, now_s)
+            decision = self._decide(request, now_s, eligible)
         except Rejected:
             if not self._take_in(request, now_s):
                 raise
-            decision = self._decide(request, now_s)
+            decision = self._decide(request, now_s, eligible)
         self._view.reserve(request, decision.chosen.unit_id, holder, now_s)
         return decision._replace(queued_ms=queued_ms) if queued_ms else decision
 
@@ -325,7 +340,7 @@ class Dispatch:
         full = sifted.rows_of("saturated")
         if not len(full):
             return None
-        tiers = region_tiers(view, preferred)
+        tiers, longest_ms = region_tiers(view, preferred), self.queue.longest_ms(request)
         # Where nobody has room, one on standby is taken in: no reason to wait for a full one beside it.
         free = sifted.rows if len(sifted.rows) else _on_standby(question, sifted)
         free_tier = tiers[free].min(initial=len(preferred))
@@ -336,7 +351,7 @@ class Dispatch:
             fit = self._fit_of(waiting, now_s)
             self._weigh(waiting, np.flatnonzero(fit.mask))
             wait_ms = self.queue.wait_ms(waiting, self._slots(waiting.model), fit.slots, now_s)
-            if wait_ms <= view.rules.prefer_region_wait_ms:
+            if wait_ms <= min(view.rules.prefer_region_wait_ms, longest_ms):
                 return waiting
         return None
 

@@ -80,7 +80,7 @@ class Queue:
         assert reservation_id not in self._by_id, reservation_id
         self._last_number += 1
         waiting.number = self._last_number
-        limit_ms = self._limit_ms(waiting.request)
+        limit_ms = self.longest_ms(waiting.request)
         self._check(waiting, limit_ms, slots, slots_here, now_s)
         waiting.until_s = waiting.joined_s + limit_ms / 1e3
         pool = self._pool(waiting.model)
@@ -146,6 +146,15 @@ class Queue:
 
     # --- what is to be expected -------------------------------------------------------------
 
+    def has_room(self, waiting: Waiting) -> bool:
+        """Return whether one more may wait, for however long."""
+        return self._full(self.pools.get(waiting.model) or Pool(waiting.model), waiting) is None
+
+    def longest_ms(self, request: PlacementRequest) -> float:
+        """Return how long it may wait."""
+        deadline_ms = request.deadline_ms or math.inf
+        return min(self.limits.wait_ms, deadline_ms)
+
     def wait_ms(self, waiting: Waiting, slots: int, slots_here: int, now_s: float) -> float:
         """Return how long such a request would wait from now on, behind all that are served before it."""
         pool = self.pools.get(waiting.model) or Pool(waiting.model)
@@ -184,10 +193,6 @@ class Queue:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _limit_ms(self, request: PlacementRequest) -> float:
-        deadline_ms = request.deadline_ms or math.inf
-        return min(self.limits.wait_ms, deadline_ms)
-
     def _pool(self, model: str) -> Pool:
         if model not in self.pools:
             if len(self.pools) >= MAX_POOLS:
@@ -196,21 +201,14 @@ class Queue:
         return self.pools[model]
 
     def _check(self, waiting: Waiting, limit_ms: float, slots: int, slots_here: int, now_s: float) -> None:
-        limits, tenant = self.limits, waiting.request.tenant_id
         pool = self._pool(waiting.model)
-        flow = pool.flows.get(tenant)
+        flow = pool.flows.get(waiting.request.tenant_id)
 
         def refuse(own: bool, why: str, late_ms: float = 0.0) -> Saturated:
             return self._refuse(pool, flow, own, late_ms, slots, now_s, why)
 
-        if self._by_tenant[tenant] >= limits.most_per_tenant:
-            raise refuse(True, f"{limits.most_per_tenant} of your requests wait already, which is the limit")
-        if self._lines_by_tenant[tenant] >= MAX_LINES_PER_TENANT and not self._stands_in(pool, waiting):
-            raise refuse(
-                True, f"your requests wait with {MAX_LINES_PER_TENANT} different requirements, the limit"
-            )
-        if len(self) >= limits.most or (self._lines >= MAX_LINES and waiting.ask not in pool.lines):
-            raise refuse(False, f"{len(self)} requests wait already, as many as the cell lets wait")
+        if (full := self._full(pool, waiting)) is not None:
+            raise refuse(*full)
         if waiting.urgent:
             return
         own_ms = flow.cost_ms if flow is not None else 0.0
@@ -225,12 +223,23 @@ class Queue:
                 wait_ms - limit_ms,
             )
 
+    def _full(self, pool: Pool, waiting: Waiting) -> tuple[bool, str] | None:
+        """Return why so many wait that it can't, and whether by its tenant's own doing; None if it can."""
+        limits, tenant = self.limits, waiting.request.tenant_id
+        if self._by_tenant[tenant] >= limits.most_per_tenant:
+            return True, f"{limits.most_per_tenant} of your requests wait already, which is the limit"
+        if self._lines_by_tenant[tenant] >= MAX_LINES_PER_TENANT and not self._stands_in(pool, waiting):
+            return True, f"your requests wait with {MAX_LINES_PER_TENANT} different requirements, the limit"
+        if len(self) >= limits.most or (self._lines >= MAX_LINES and waiting.ask not in pool.lines):
+            return False, f"{len(self)} requests wait already, as many as the cell lets wait"
+        return None
+
     def _is_own(self, pool: Pool, waiting: Waiting, slots: int, slots_here: int, now_s: float) -> bool:
         """Return whether its tenant's own requests are the cause: another's would be served in time."""
         flow = pool.flows.get(waiting.request.tenant_id)
         if flow is None or not flow.waiting or (flow.waiting == 1 and waiting in self):
             return False
-        return self._expect_ms(pool, waiting, 0.0, slots, slots_here, now_s) <= self._limit_ms(
+        return self._expect_ms(pool, waiting, 0.0, slots, slots_here, now_s) <= self.longest_ms(
             waiting.request
         )
 

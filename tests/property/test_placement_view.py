@@ -401,7 +401,9 @@ class QueueingFleet(Fleet):
     def begin(self, seed: int) -> None:
         super().begin(seed)
         self.dispatch = Dispatch(
-            self.view, LIMITS, lambda request, now_s: decide(request, self.view, now_s, self.rng)
+            self.view,
+            LIMITS,
+            lambda request, now_s, among: decide(request, self.view, now_s, self.rng, among),
         )
         self.asked: dict[int, tuple[str, int, float]] = {}
         """By stream: who has not been answered yet, on which link, and when at the latest."""

@@ -11,7 +11,7 @@ from support.fleet import make_card, make_load, make_request, make_view
 
 from grid.errors import Cancelled, GridError, InternalError, NoEligibleUnit, Overloaded, Saturated
 from grid.words import Decision, PlacementRequest, Task, UnitCard, UnitState
-from placement.decide import decide
+from placement.decide import Among, decide
 from placement.dispatch import MAX_PASSES, Answer, Dispatch
 from placement.fleet import View
 from placement.queue import Limits
@@ -26,7 +26,9 @@ class Desk:
     def __init__(self, *cards: UnitCard, limits: Limits = ROOMY, **rules: Any) -> None:
         self.view: View = make_view(*cards, stale_after_s=1e9, **rules)
         rng = random.Random(0)
-        self.dispatch = Dispatch(self.view, limits, lambda request, now: decide(request, self.view, now, rng))
+        self.dispatch = Dispatch(
+            self.view, limits, lambda request, now_s, among: decide(request, self.view, now_s, rng, among)
+        )
         self.now_s = 0.0
         self.asked = 0
         self.told: list[Answer] = []
@@ -253,10 +255,10 @@ def test_a_bug_in_deciding_costs_one_who_waits() -> None:
     sound = desk.dispatch._decide
     broken = iter([InternalError("a bug")])
 
-    def once(request: PlacementRequest, now_s: float) -> Decision:
+    def once(request: PlacementRequest, now_s: float, among: Among) -> Decision:
         for error in broken:
             raise error
-        return sound(request, now_s)
+        return sound(request, now_s, among)
 
     desk.dispatch._decide = once
     first, second = desk.settle(1)
@@ -328,6 +330,27 @@ def test_when_every_region_is_full_the_first_to_free_within_the_bound_is_the_pre
     assert desk.ask(prefer_regions=("a",)) == []
     assert desk.settle(2) == [], "it is held for the region that it prefers"
     assert unit_of(desk.settle(1)) == "here"
+
+
+def test_a_dry_run_names_the_full_unit_that_a_call_would_wait_for() -> None:
+    desk = two_regions()
+    [answer] = desk.ask(prefer_regions=("a",), dry_run=True)
+    decision = answer.outcome
+    assert isinstance(decision, Decision)
+    assert [each.unit_id for each in (decision.chosen, *decision.next_best)] == ["here", "there"]
+    assert decision.chosen.queue_ms > 0 == decision.next_best[0].queue_ms
+    assert decision.candidates == 2
+    assert desk.waiting == 0
+    desk.ask(allowed_regions=("b",))
+    assert isinstance(error_of(desk.ask(prefer_regions=("a",), dry_run=True)), Overloaded)
+
+
+def test_a_dry_run_goes_elsewhere_where_a_call_would() -> None:
+    for desk in two_regions(prefer_region_wait_ms=100.0), two_regions(limits=ROOMY._replace(wait_ms=0)):
+        assert unit_of(desk.ask(prefer_regions=("a",), dry_run=True)) == "there"
+    full = two_regions(limits=Limits(most=1, most_per_tenant=1, wait_ms=1e6))
+    assert full.ask(prefer_regions=("a",)) == []
+    assert unit_of(full.ask(prefer_regions=("a",), dry_run=True)) == "there"
 
 
 # --- many at once ---------------------------------------------------------------------------

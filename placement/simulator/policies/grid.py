@@ -99,7 +99,7 @@ class Grid(Policy):
         self._reservation: dict[int, str] = {}
         self._ticked_s = 0.0
         self._dispatch = Dispatcher(
-            self._view, LIMITS, lambda request, now_s: decide(request, self._view, now_s, rng)
+            self._view, LIMITS, lambda request, now_s, among: decide(request, self._view, now_s, rng, among)
         )
 
     def rules(self) -> Rules:
