@@ -67,7 +67,7 @@ def decide(
     first carry `rejected_by_code`, `reasons` and `ever`, and where the request asks to explain `rejections`,
     each a list of a `Rejection`'s fields.
     """
-    _check(request)
+    check(request)
     question = Question(request, view, now_s)
     sifted = sift(question)
     rows = among(question, sifted)
@@ -105,7 +105,8 @@ def price(request: PlacementRequest, view: View, forecast: Forecast, rows: Ints)
     )
 
 
-def _check(request: PlacementRequest) -> None:
+def check(request: PlacementRequest) -> None:
+    """Raise InvalidRequest for counts that make no sense."""
     for field in ("prompt_tokens", "max_output_tokens", "min_memory_mb"):
         count = getattr(request, field)
         if not 0 <= count < MAX_COUNT:

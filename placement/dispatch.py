@@ -20,7 +20,7 @@ import numpy as np
 from grid.errors import Cancelled, GridError, InternalError, Rejected, Saturated
 from grid.words import Decision, FleetQueue, PlacementRequest, UnitState
 from placement.columns import Floats, Ints, Mask
-from placement.decide import Among, eligible, price, region_tiers
+from placement.decide import Among, check, eligible, price, region_tiers
 from placement.filters import Question, Sifted, asks, sift, standing
 from placement.fleet import View
 from placement.lines import Fit, Line, Waiting
@@ -70,10 +70,10 @@ class Dispatch:
         pool = self.queue.pools.get(self._view.rules.model(request.model))
         if pool is not None and pool.waiting:
             answers += self._serve_pool(pool.model, now_s)
-        held = self._worth_waiting(request, holder, stream, now_s)
-        if held is not None and self._join(held, now_s, None) is None:
-            return answers
         try:
+            held = self._worth_waiting(request, holder, stream, now_s)
+            if held is not None and self._join(held, now_s, None) is None:
+                return answers
             outcome: Decision | GridError | None = self._reserve(request, holder, now_s, 0.0)
         except Saturated as full:
             outcome = self._join(self._waiting(request, holder, stream, now_s), now_s, full)
@@ -331,10 +331,14 @@ class Dispatch:
     def _worth_waiting(
         self, request: PlacementRequest, holder: int, stream: int, now_s: float
     ) -> Waiting | None:
-        """Return it as it waits for a full unit of an earlier region than any that has room, if it should."""
+        """Return it as it waits for a full unit of an earlier region than any that has room, if it should.
+
+        Raises InvalidRequest, because it comes before any decision.
+        """
         view, preferred = self._view, request.prefer_regions
         if not preferred or not self.queue.limits.wait_ms:
             return None
+        check(request)
         question = Question(request, view, now_s)
         sifted = sift(question)
         full = sifted.rows_of("saturated")

@@ -296,6 +296,13 @@ def two_regions(**rules: Any) -> Desk:
     return desk
 
 
+@pytest.mark.parametrize("flaw", [{"prompt_tokens": -1}, {"max_output_tokens": -1}, {"prefix": (-1,)}])
+def test_what_makes_no_sense_waits_for_no_region(flaw: dict[str, Any]) -> None:
+    desk = two_regions()
+    assert error_of(desk.ask(prefer_regions=("a",), **flaw)).code == "invalid_request"
+    assert desk.waiting == 0
+
+
 def test_a_full_region_that_is_preferred_is_waited_for() -> None:
     desk = two_regions()
     assert desk.ask(prefer_regions=("a",)) == []
