@@ -278,7 +278,8 @@ class Queue:
             flow.sent_away += 1
             gap_ms, before = gap_ms * max(pool.tenants, 1), flow.sent_away
         else:
-            pool.sent_away += 1
+            # Where nobody waits nobody has to be made room for, and none would ever be taken off.
+            pool.sent_away += pool.waiting > 0
             before = pool.sent_away
         after_s = (max(late_ms, 0.0) + before * gap_ms) / 1e3
         kind = Saturated if own else Overloaded

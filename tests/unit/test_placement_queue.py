@@ -151,6 +151,17 @@ def test_a_hold_ends_at_the_head_of_the_new_line() -> None:
     assert queue.due(1e4) == [held, *order(queue, 9)[1:]], "its end still comes"
 
 
+def test_those_refused_while_nobody_waited_are_nobody_s_predecessors() -> None:
+    queue = Queue(Limits(most=1, most_per_tenant=10, wait_ms=1e6))
+    for number in range(100):
+        with pytest.raises(Overloaded):
+            join(queue, waiting(number, "hasty", cost_ms=1e4, deadline_ms=1.0))
+    join(queue, waiting(200))
+    with pytest.raises(Overloaded) as refusal:
+        join(queue, waiting(201, "other"))
+    assert refusal.value.retry_after_s == pytest.approx(0.1), "the first to come back, at 10 ms a slot"
+
+
 # --- bounds ---------------------------------------------------------------------------------
 
 
