@@ -401,7 +401,8 @@ class View:
         answer_prefix: tuple[int, ...],
         observed_s: float,
     ) -> None:
-        if spent_flaw(spent):
+        # Below 0 are the prefixes' own fillers.
+        if spent_flaw(spent) or min(answer_prefix, default=0) < 0:
             self.dropped["bad_figures"] += 1
             return
         # What the way takes says nothing of the unit.

@@ -241,3 +241,12 @@ def test_documents_stand_where_units_pack_them() -> None:
 def test_who_speaks_matters() -> None:
     one, other = (prompt_prefix("salt", (Message(role, text_of(200, 0)),), ()) for role in ("user", "system"))
     assert not set(one.hashes) & set(other.hashes)
+
+
+def test_an_answer_s_hashes_that_can_be_none_are_counted_and_never_held() -> None:
+    view = make_view(make_card())
+    # The first one's tokens without a hash are held as the unit's filler -1.
+    run(view, asking(1), "u0")
+    run(view, asking(2), "u0", answer=(-1,))
+    assert view.dropped == {"bad_figures": 1}
+    assert view.loads() == {"u0": 0}
