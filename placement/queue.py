@@ -37,6 +37,8 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class Limits(NamedTuple):
+    """Streams that had begun are counted apart, up to as many again: each had a slot that was lost."""
+
     most: int
     most_per_tenant: int
     wait_ms: float
@@ -52,6 +54,8 @@ class Queue:
         self._by_holder: dict[int, dict[str, Waiting]] = {}
         self._by_tenant: Counter[str] = Counter()
         self._lines_by_tenant: Counter[str] = Counter()
+        """Both without those that are urgent."""
+        self._urgent = 0
         self._lines = 0
         self._ends: list[tuple[float, int, str]] = []
         self._last_number = 0
@@ -94,7 +98,10 @@ class Queue:
         pool.cost_ms += waiting.cost_ms
         self._by_id[reservation_id] = waiting
         self._by_holder.setdefault(waiting.holder, {})[reservation_id] = waiting
-        self._by_tenant[waiting.request.tenant_id] += 1
+        if waiting.urgent:
+            self._urgent += 1
+        else:
+            self._by_tenant[waiting.request.tenant_id] += 1
         self._line_up(pool, waiting, flow)
         self._note_end(waiting)
 
@@ -226,11 +233,16 @@ class Queue:
     def _full(self, pool: Pool, waiting: Waiting) -> tuple[bool, str] | None:
         """Return why so many wait that it can't, and whether by its tenant's own doing; None if it can."""
         limits, tenant = self.limits, waiting.request.tenant_id
-        if self._by_tenant[tenant] >= limits.most_per_tenant:
-            return True, f"{limits.most_per_tenant} of your requests wait already, which is the limit"
-        if self._lines_by_tenant[tenant] >= MAX_LINES_PER_TENANT and not self._stands_in(pool, waiting):
-            return True, f"your requests wait with {MAX_LINES_PER_TENANT} different requirements, the limit"
-        if len(self) >= limits.most or (self._lines >= MAX_LINES and waiting.ask not in pool.lines):
+        if not waiting.urgent:
+            if self._by_tenant[tenant] >= limits.most_per_tenant:
+                return True, f"{limits.most_per_tenant} of your requests wait already, which is the limit"
+            if self._lines_by_tenant[tenant] >= MAX_LINES_PER_TENANT and not self._stands_in(pool, waiting):
+                return (
+                    True,
+                    f"your requests wait with {MAX_LINES_PER_TENANT} different requirements, the limit",
+                )
+        alike = self._urgent if waiting.urgent else len(self) - self._urgent
+        if alike >= limits.most or (self._lines >= MAX_LINES and waiting.ask not in pool.lines):
             return False, f"{len(self)} requests wait already, as many as the cell lets wait"
         return None
 
@@ -294,9 +306,12 @@ class Queue:
         del held[reservation_id]
         if not held:
             del self._by_holder[waiting.holder]
-        self._by_tenant[tenant] -= 1
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        if waiting.urgent:
+            self._urgent -= 1
+        else:
+            self._by_tenant[tenant] -= 1
+            if not self._by_tenant[tenant]:
+                del self._by_tenant[tenant]
         flow = pool.flows[tenant]
         flow.waiting -= 1
         flow.cost_ms -= waiting.cost_ms

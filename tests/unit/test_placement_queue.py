@@ -101,6 +101,18 @@ def test_a_stream_that_had_begun_goes_before_everyone() -> None:
     assert serve_next(queue).request.tenant_id == "b"
 
 
+def test_a_stream_that_had_begun_is_let_in_where_nobody_else_is() -> None:
+    queue = Queue(Limits(most=4, most_per_tenant=3, wait_ms=1e6))
+    join(queue, *(waiting(n, "a") for n in range(3)), waiting(3, "b"))
+    join(queue, *(waiting(10 + n, "a", priority=URGENT) for n in range(4)))
+    for late in waiting(20, "a", priority=URGENT), waiting(21, "a"), waiting(22, "b"):
+        with pytest.raises(Saturated):
+            join(queue, late)
+    assert [serve_next(queue).number for _ in range(5)] == [5, 6, 7, 8, 4]
+    join(queue, waiting(30, "a", priority=URGENT), waiting(31, "b"))
+    assert len(queue) == 5
+
+
 def test_what_is_asked_divides_the_order_and_clocks_are_shared() -> None:
     queue = Queue(ROOMY)
     join(queue, *(waiting(n, "a", ask="eu") for n in range(10)))
