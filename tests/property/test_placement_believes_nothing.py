@@ -215,7 +215,8 @@ def check(answer: WireMessage, view: Any) -> None:
         for candidate in (decision.chosen, *decision.next_best):
             assert all(math.isfinite(part) and part >= 0 for part in candidate if isinstance(part, float))
         row = view.row(decision.chosen.unit_id)
-        assert view.columns.state[row] == UnitState.READY
+        state = view.columns.state[row]
+        assert state == UnitState.READY or state >= UnitState.STANDBY, "the latter are taken in"
         assert view.columns.sampled_s[row] > -np.inf, "a unit that never spoke gets nothing"
         assert view.columns.load[row] <= view.columns.slots[row]
 
