@@ -14,6 +14,7 @@ import pytest
 from support.state import config_at
 
 from gateway.knowledge.retrieval import RetrievalRequest, RetrievalResult
+from gateway.pipeline import session
 from gateway.pipeline.contract import GenerationStep, StreamControl
 from gateway.pipeline.events import Chunk, Finished, RunEvent, RunFailed, Started
 from gateway.pipeline.invocation import ChatMessage
@@ -249,7 +250,10 @@ async def test_the_deadline_ends_a_run_with_what_there_is(tmp_path: Path) -> Non
         await c.until_idle()
 
 
-async def test_a_lost_unit_ends_its_streams_with_what_there_is(tmp_path: Path) -> None:
+async def test_a_lost_unit_ends_its_streams_with_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "CONTINUE_WITHIN_S", 0.3)  # nobody comes to go on with it
     async with cell(tmp_path) as c:
         run = c.runner.run(plan(c.config, "req_1", max_output_tokens=3000))
         assert isinstance((await anext(run))[0], Started)
